@@ -1,0 +1,60 @@
+# Every target works on a fresh checkout with Python 3.10 or later and nothing installed.
+VENV := .venv
+PY := $(VENV)/bin/python
+# Bytecode is not compiled for all that is installed (30 s) but written as modules are first imported,
+# so that must be allowed.
+PIP := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
+unexport PYTHONDONTWRITEBYTECODE
+
+# Two workers of one thread each: the tests are many and small, so they gain more from a second
+# process than from a second thread in each kernel. A file stays on one worker, with its fixtures.
+WORKERS ?= 2
+PYTEST := $(PY) -m pytest --numprocesses $(WORKERS) --dist loadfile
+PYTEST_ARGS ?=
+
+# The directories that hold Python so far.
+SOURCES := $(foreach dir,lipformer training recipes,$(if $(wildcard $(dir)/*.py $(dir)/*/*.py),$(dir)))
+
+.PHONY: setup test test-slow lint format train bench
+
+setup: $(VENV)/.setup-done
+
+# torch comes first and pinned: an unpinned torch may resolve to gigabytes of another build. The
+# package is built with the setuptools installed here, so its build environment fetches nothing.
+$(VENV)/.setup-done: pyproject.toml constraints.txt
+	@python=python3; ! python3.11 -c '' 2>/dev/null || python=python3.11; \
+	[ -x $(VENV)/bin/pip ] || $$python -m venv --clear $(VENV)
+	$(PIP) torch setuptools
+	$(PIP) --no-build-isolation --editable '.[test,demo]'
+	$(PY) -c 'import lipformer'
+	@touch $@
+
+$(VENV)/.bench-done: $(VENV)/.setup-done
+	$(PIP) --no-build-isolation --editable '.[bench]'
+	@touch $@
+
+# Keeps oneDNN's bfloat16 matmuls to instruction sets below AMX (a cap: other CPUs are unaffected).
+# It must be set before torch loads, and a package must not choose it for its users.
+test test-slow train: export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
+
+test: lint
+	$(PYTEST) $(PYTEST_ARGS)
+
+# pytest exits with 5 when no test is marked slow.
+test-slow: setup
+	$(PYTEST) -m slow $(PYTEST_ARGS) || [ $$? -eq 5 ]
+
+lint: setup
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy $(SOURCES)
+
+format: setup
+	$(PY) -m ruff check --fix --exit-zero .
+	$(PY) -m ruff format .
+
+train: setup
+	$(PY) -m recipes.demo
+
+bench: $(VENV)/.bench-done
+	$(PY) -m recipes.bench.attention

@@ -1,0 +1,66 @@
+"""lipformer: attention you can put a number on.
+
+Drop-in layers for Transformers whose Lipschitz constant is known and certified.
+"""
+
+from lipformer import functional
+from lipformer.certificate import (
+    Ask,
+    Attack,
+    Bound,
+    Certificate,
+    Estimate,
+    NotCertifiable,
+    attack_lipschitz,
+    certify,
+    estimate_lipschitz,
+    register_bound,
+)
+from lipformer.layers import (
+    BallProjection,
+    CenterNorm,
+    Contractive,
+    ConvexResidual,
+    FeedForward,
+    KeyCache,
+    L2MultiheadAttention,
+    LipSwish,
+    MaxMin,
+    Residual,
+    SpectralBound,
+    SpectralLinear,
+    bake,
+    frozen,
+    spectral_bound,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Ask",
+    "Attack",
+    "BallProjection",
+    "Bound",
+    "CenterNorm",
+    "Certificate",
+    "Contractive",
+    "ConvexResidual",
+    "Estimate",
+    "FeedForward",
+    "KeyCache",
+    "L2MultiheadAttention",
+    "LipSwish",
+    "MaxMin",
+    "NotCertifiable",
+    "Residual",
+    "SpectralBound",
+    "SpectralLinear",
+    "attack_lipschitz",
+    "bake",
+    "certify",
+    "estimate_lipschitz",
+    "frozen",
+    "functional",
+    "register_bound",
+    "spectral_bound",
+]

@@ -1,0 +1,102 @@
+"""Bounds of torch's linear layers: Linear, Conv1d, Conv2d."""
+
+from __future__ import annotations
+
+import math
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from lipformer.certificate._registry import Ask, Bound, register_bound
+from lipformer.functional import spectral_norm_bound
+
+
+def spectral(weight: Tensor) -> Tensor:
+    """An upper bound of ||W|| as a float64 scalar that keeps its gradient."""
+    return spectral_norm_bound(weight).double()
+
+
+def linf_norm(weight: Tensor) -> Tensor:
+    """||W||_inf, the largest absolute row sum of (*, m, n), rounded up, in float64.
+
+    A float64 sum of n numbers is off by at most n 2^-53 of it.
+    """
+    rows = weight.double().abs().sum(-1)
+    return rows.amax(-1) * (1.0 + (weight.shape[-1] + 4) * 2.0**-52)
+
+
+def linear_bound(weight: Tensor, norm: str) -> Bound:
+    """A token-wise linear map: ||W|| in the l2, token and self norms, ||W||_inf in linf."""
+    if norm == "linf":
+        return Bound(linf_norm(weight), "largest absolute row sum")
+    return Bound(spectral(weight), "spectral norm")
+
+
+@register_bound(nn.Linear)
+def _(module: nn.Linear, ask: Ask) -> Bound:
+    return certified_coefficient(module, ask.norm) or linear_bound(module.weight, ask.norm)
+
+
+def certified_coefficient(module: nn.Module, norm: str) -> Bound | None:
+    """The constant that a parametrization of the weight guarantees, if it names one.
+
+    A parametrization that does so has the attribute ``certified_coeff`` and is the last in its list.
+    """
+    if norm == "linf" or not hasattr(module, "parametrizations"):
+        return None
+    chain = cast(nn.ModuleDict, module.parametrizations)["weight"]
+    coeff = getattr(cast(nn.ModuleList, chain)[-1], "certified_coeff", None)
+    return None if coeff is None else Bound(coeff, "spectrally bounded weight")
+
+
+def conv_bound(
+    weight: Tensor,
+    groups: int,
+    stride: tuple[int, ...],
+    dilation: tuple[int, ...],
+    norm: str = "l2",
+) -> Tensor:
+    r"""A bound of a convolution with zero or circular padding, any stride, dilation and groups.
+
+    In l2 the smaller of :math:`\sum_a \|K_a\|` over the taps :math:`a` (each tap is a matrix times a
+    shift, and a shift has norm at most 1) and :math:`\sqrt{r}\,\|K\|` with the kernel as one matrix
+    (out, in x taps), where each input pixel lies in at most r patches. In linf the largest absolute
+    row sum of that matrix.
+
+    Args:
+        weight: the kernel (out, in / groups, *kernel_size).
+        groups: number of groups.
+        stride: one stride per spatial dimension.
+        dilation: one dilation per spatial dimension.
+        norm: "l2" or "linf".
+    """
+    kernel_size = weight.shape[2:]
+    # (groups, out, in, taps)
+    taps = weight.unflatten(0, (groups, -1)).flatten(3)
+    flat = taps.flatten(2)
+    if norm == "linf":
+        return linf_norm(flat).amax()
+    by_taps = spectral(taps.movedim(-1, 1)).sum(1).amax()
+    patches = math.prod(
+        -(-k // s) if d == 1 else k for k, s, d in zip(kernel_size, stride, dilation, strict=True)
+    )
+    by_patches = math.sqrt(patches) * spectral(flat).amax()
+    # The sum over the taps rounds once for each.
+    return torch.minimum(by_taps, by_patches) * (1.0 + (taps.shape[-1] + 4) * 2.0**-52)
+
+
+def _conv_rule(module: nn.Conv1d | nn.Conv2d, ask: Ask) -> Bound:
+    ask.only("l2", "linf")
+    if module.padding_mode not in ("zeros", "circular"):
+        raise ask.refuse(
+            f"padding_mode={module.padding_mode!r} repeats pixels",
+            "padding_mode='zeros' or 'circular'",
+        )
+    value = conv_bound(module.weight, module.groups, module.stride, module.dilation, ask.norm)
+    known = certified_coefficient(module, ask.norm)
+    return known or Bound(value, "norms of the kernel's taps")
+
+
+register_bound(nn.Conv1d)(_conv_rule)
+register_bound(nn.Conv2d)(_conv_rule)

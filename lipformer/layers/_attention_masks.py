@@ -1,0 +1,100 @@
+"""Which mask a call of L2 attention asks for, and whether the layer's certificate covers it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lipformer.functional._checks import OWN_KEY_RULE, tracing
+
+
+class Mask(NamedTuple):
+    """What remains of attn_mask and is_causal: a flag, or an additive bias, or both."""
+
+    is_causal: bool
+    bias: Tensor | None
+
+
+def additive(attn_mask: Tensor, batch: int, heads: int, n: int, dtype: torch.dtype) -> Tensor:
+    """nn.MultiheadAttention's attn_mask as a bias that broadcasts to (B, H, N, N).
+
+    Args:
+        attn_mask: (N, N) or (B H, N, N); bool with True at hidden keys, or added to the logits.
+        batch: B.
+        heads: H.
+        n: N.
+        dtype: of the bias.
+    """
+    if attn_mask.shape not in ((n, n), (batch * heads, n, n)):
+        raise ValueError(
+            f"attn_mask must have shape {(n, n)} or {(batch * heads, n, n)}, "
+            f"got {tuple(attn_mask.shape)}"
+        )
+    if attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=dtype).masked_fill(attn_mask, -torch.inf)
+    elif not attn_mask.is_floating_point():
+        raise TypeError(f"attn_mask must be bool or floating-point, got {attn_mask.dtype}")
+    return (
+        attn_mask.to(dtype).unflatten(0, (batch, heads)) if attn_mask.ndim == 3 else attn_mask.to(dtype)
+    )
+
+
+def resolve(
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    *,
+    causal: bool | None,
+    any_mask: bool,
+    batch: int,
+    heads: int,
+    n: int,
+    dtype: torch.dtype,
+) -> Mask:
+    """Turns a call's masks into what the kernel runs, or refuses what the certificate excludes.
+
+    Args:
+        attn_mask: the call's mask or None.
+        is_causal: the call's flag; with a mask it is the hint that the mask is the causal one.
+        causal: the layer's setting: True always masks, False never, None either way.
+        any_mask: the layer's setting: other masks are allowed.
+        batch: B.
+        heads: H.
+        n: N.
+        dtype: of the input.
+    """
+    if causal is False and is_causal:
+        raise ValueError(
+            "is_causal=True, but the layer was built with causal=False and certified without a mask; "
+            "build it with causal=True or causal=None"
+        )
+    always = bool(causal)
+    if attn_mask is None or is_causal:
+        return Mask(always or is_causal, None)
+    bias = additive(attn_mask, batch, heads, n, dtype)
+    if not tracing():
+        lower = torch.ones(n, n, dtype=torch.bool, device=bias.device).tril()
+        if bool((bias.masked_fill(~lower, 0.0) == 0).all()):
+            if bool((bias.masked_fill(lower, 0.0) == 0).all()):
+                return Mask(always, None)
+            if bool((bias.masked_fill(lower, -torch.inf) == -torch.inf).all()) and causal is not False:
+                return Mask(True, None)
+    if not any_mask:
+        raise ValueError(
+            "attn_mask is neither empty nor the causal mask that this layer is certified for "
+            f"(causal={causal}, any_mask=False); pass is_causal=True for a causal mask under "
+            "torch.compile, or build the layer with any_mask=True, whose certificate covers every "
+            "mask that leaves each token its own key"
+        )
+    if not tracing():
+        own = torch.diagonal(bias, dim1=-2, dim2=-1).unsqueeze(-1)
+        if bool((own == -torch.inf).any()):
+            hidden = int((own == -torch.inf).nonzero()[0, -2])
+            raise ValueError(f"attn_mask hides token {hidden}'s own key: {OWN_KEY_RULE}")
+        if bool((bias > own).any()):
+            raise ValueError(
+                "any_mask=True is certified for masks that lower logits: no entry of attn_mask may "
+                "exceed the diagonal entry of its row"
+            )
+    return Mask(always, bias)

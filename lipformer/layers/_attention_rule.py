@@ -1,0 +1,142 @@
+"""What certify and Contractive ask of L2MultiheadAttention: gains per head, and the whole bound."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from lipformer.certificate import Ask, Bound, register_bound
+from lipformer.functional import l2_gain, row_spread
+from lipformer.layers._attention_bound import (
+    joint_bound_minimum,
+    linf_bound_kim2021,
+    linf_bound_lean,
+    norm_pair,
+    own_norms,
+    positive,
+    token_bound_minimum,
+)
+from lipformer.layers._l2_multihead_attention import L2MultiheadAttention
+
+
+def length(layer: L2MultiheadAttention, ask: Ask) -> float:
+    """The number of keys to certify for: the question's, the layer's, or any (math.inf)."""
+    if ask.seq_len is not None and layer.max_len is not None and ask.seq_len > layer.max_len:
+        raise ask.refuse(
+            f"seq_len={ask.seq_len} exceeds the layer's max_len={layer.max_len}",
+            f"seq_len <= {layer.max_len}, or a layer with a larger max_len",
+        )
+    n = ask.seq_len if ask.seq_len is not None else layer.max_len
+    if n is not None:
+        return n
+    if layer.window is None and layer.slopes is None:
+        raise ask.refuse(
+            "the gain of attention grows with the number of tokens, and none was given",
+            "certify(..., seq_len=N), or a layer with max_len=N, a window, or positions='alibi'",
+        )
+    return math.inf
+
+
+def head_gains(layer: L2MultiheadAttention, ask: Ask) -> tuple[float, ...]:
+    """The gain G_h of each head in the norm asked for (docs/theory, section 2)."""
+    n = length(layer, ask)
+    if ask.norm == "self" and layer.causal is not True:
+        raise ask.refuse(
+            "the self norm (Theorem E) needs a causal layer", "causal=True, or norm='l2' or 'token'"
+        )
+    causal = layer.causal is True
+    slopes = layer.slopes or (None,) * layer.num_heads
+    gains = tuple(
+        l2_gain(n, norm=ask.norm, is_causal=causal, window=layer.window, slope=slope) for slope in slopes
+    )
+    extra = []
+    if layer.causal is None:
+        extra.append(l2_gain(n, norm=ask.norm, is_causal=True))
+    if layer.any_mask and ask.norm == "l2":
+        # A mask hides keys of the row it is in and shortens no sum of the others: Theorem C for any.
+        extra.append(l2_gain(n if layer.window is None else min(n, layer.window), theorem="C"))
+    return tuple(max([gain, *extra]) for gain in gains)
+
+
+def head_spreads(layer: L2MultiheadAttention, ask: Ask) -> tuple[float, ...]:
+    """The row quantity m_h of each head: any mask only lowers it."""
+    n = length(layer, ask)
+    keys = n if layer.window is None else min(n, layer.window)
+    return tuple(
+        row_spread(keys, slope=slope or None) for slope in layer.slopes or (0.0,) * layer.num_heads
+    )
+
+
+def theorem(layer: L2MultiheadAttention, norm: str) -> str:
+    """Which theorem gives the gain."""
+    if norm == "linf":
+        return "Kim et al. 2021 (l_inf)" if layer.v_proj is not None else "Kim et al. 2021, lean form"
+    if norm == "token":
+        return "Theorem D"
+    if norm == "self":
+        return "Theorem E"
+    if layer.any_mask:
+        return "Theorem C (any mask)"
+    if layer.slopes is not None:
+        return "Theorems B, C with ALiBi"
+    return {True: "Theorem B+", False: "Theorem A+", None: "Theorems A+, B+"}[layer.causal]
+
+
+def attention_bound(layer: L2MultiheadAttention, ask: Ask, head_scale: Tensor | None = None) -> Tensor:
+    """The bound of the layer, with each head's output times ``head_scale`` (H,), default 1."""
+    if layer.training and layer.dropout > 0 and not ask.as_eval:
+        raise ask.refuse(
+            f"attention dropout of {layer.dropout} is random in training mode",
+            "model.eval() before certify, or dropout=0",
+        )
+    q = rearrange(layer.q_proj.weight, "(h d) i -> h d i", h=layer.num_heads)
+    m = layer.output_matrix(exact=True)
+    if head_scale is not None:
+        m = m.double() * head_scale.double()[:, None, None]
+    value: Tensor
+    if ask.norm == "linf":
+        if layer.positions == "rotary":
+            raise ask.refuse("rotations are no isometries in the linf norm", "norm='l2' or 'token'")
+        spreads = torch.tensor(head_spreads(layer, ask), dtype=torch.float64, device=q.device)
+        value = linf_bound_lean(q, m, spreads)
+        if layer.v_proj is not None and head_scale is None:
+            v = rearrange(layer.v_proj.weight, "(h d) i -> h d i", h=layer.num_heads)
+            value = linf_bound_kim2021(q, v, layer.out_proj.weight, spreads)
+    else:
+        gains = torch.tensor(head_gains(layer, ask), dtype=torch.float64, device=q.device)
+        smallest = token_bound_minimum if ask.norm == "token" else joint_bound_minimum
+        value = smallest(q, m, gains)
+    return value
+
+
+def contractive_head_scales(
+    layer: L2MultiheadAttention, norms: tuple[str, ...], gains: dict[str, tuple[float, ...]]
+) -> Tensor:
+    """Factors on the heads that give the layer constant 1, for each of the norms: (norms, H).
+
+    Args:
+        layer: the layer.
+        norms: the norms, of "l2", "token", "self", "linf".
+        gains: the gain of each head in each norm, in linf the row quantities m_h.
+    """
+    q = rearrange(layer.q_proj.weight, "(h d) i -> h d i", h=layer.num_heads)
+    m = layer.output_matrix(exact=True)
+    joint_q, joint_m = norm_pair(q.flatten(0, 1), m.flatten(0, 1))
+    rows = []
+    for norm in norms:
+        per_head = torch.tensor(gains[norm], dtype=torch.float64, device=q.device)
+        if norm == "linf":
+            rows.append(1.0 / positive(linf_bound_lean(q, m, per_head)).expand(layer.num_heads))
+        elif norm == "token":
+            rows.append(1.0 / positive(joint_m * own_norms(q) * per_head))
+        else:
+            rows.append(1.0 / positive(joint_m * joint_q * per_head))
+    return torch.stack(rows)
+
+
+@register_bound(L2MultiheadAttention)
+def _(layer: L2MultiheadAttention, ask: Ask) -> Bound:
+    return Bound(attention_bound(layer, ask), theorem(layer, ask.norm))

@@ -1,0 +1,172 @@
+"""A module divided by its own bound."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from lipformer.certificate import Ask, Bound, NotCertifiable, register_bound
+from lipformer.certificate._registry import bound_of, check_norm, check_seq_len
+from lipformer.layers._attention_bound import positive
+from lipformer.layers._attention_rule import (
+    attention_bound,
+    contractive_head_scales,
+    head_gains,
+    head_spreads,
+)
+from lipformer.layers._bake import Scaled, bake_in_place, register_bake
+from lipformer.layers._branch import call_branch
+from lipformer.layers._frozen import Freezable
+from lipformer.layers._key_cache import KeyCache
+from lipformer.layers._l2_multihead_attention import L2MultiheadAttention, bake_attention
+from lipformer.layers._spectral import rounding_margin
+
+# Norms that norm=None chooses from; the smallest bound wins.
+_CHOICES = ("l2", "token", "linf")
+
+
+class Contractive(Freezable):
+    r""":math:`\frac{c}{UB(f)} f`, of constant at most c, with UB the certified bound of f.
+
+    UB is recomputed in every forward pass and gradients flow through it. L2 attention is divided head
+    by head, each by its own gain (docs/theory, section 2), so that heads of short range are hardly
+    shrunk. Dropout in the module counts as in eval mode.
+
+    Args:
+        module: any certifiable module. Attention needs a length: ``seq_len``, its own max_len, a
+            window or ALiBi.
+        coeff: :math:`c > 0`.
+        norm: "l2", "token", "linf", "self" (causal modules), or None for whichever of the first three
+            has the smallest bound.
+        seq_len: the largest number of tokens; attention inside takes it as its max_len.
+
+    Example:
+        >>> import lipformer as lf
+        >>> layer = lf.Contractive(lf.L2MultiheadAttention(16, 4, max_len=64), coeff=0.9)
+        >>> lf.certify(layer).bound
+        0.9
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        coeff: float = 0.9,
+        *,
+        norm: str | None = None,
+        seq_len: int | None = None,
+    ) -> None:
+        super().__init__()
+        if not 0.0 < coeff < math.inf:
+            raise ValueError(f"coeff must be positive and finite, got {coeff!r}")
+        if norm is not None:
+            check_norm(norm)
+        check_seq_len(seq_len)
+        self.module = module
+        self.coeff = float(coeff)
+        self.norm = norm
+        self.seq_len = seq_len
+        if seq_len is not None:
+            # Longer inputs than certified must fail, not pass uncertified.
+            for part in module.modules():
+                if isinstance(part, L2MultiheadAttention):
+                    part.max_len = min(seq_len, part.max_len or seq_len)
+        self._gains: dict[str, tuple[float, ...]] = {}
+        self.norms = self._possible_norms()
+
+    def _ask(self, norm: str) -> Ask:
+        return Ask(norm, self.seq_len, "module", type(self.module).__name__, as_eval=True)
+
+    def _possible_norms(self) -> tuple[str, ...]:
+        """The norms in which the module has a bound; raises NotCertifiable if there is none."""
+        found, refusals = [], []
+        for norm in _CHOICES if self.norm is None else (self.norm,):
+            try:
+                with torch.no_grad():
+                    bound_of(self.module, self._ask(norm))
+                if isinstance(self.module, L2MultiheadAttention):
+                    measure = head_spreads if norm == "linf" else head_gains
+                    self._gains[norm] = measure(self.module, self._ask(norm))
+                found.append(norm)
+            except NotCertifiable as error:
+                refusals.append(error)
+        if not found:
+            raise refusals[0]
+        return tuple(found)
+
+    def scales(self) -> Tensor:
+        """The factors of this forward pass, with their gradient.
+
+        Returns:
+            (H,) for the heads of L2 attention, (1,) for any other module.
+        """
+        return self.derived(self._scales)
+
+    def _scales(self) -> Tensor:
+        options = self._options()
+        return options[self._choice(options)]
+
+    def _options(self) -> Tensor:
+        """The factors for each of the norms, (norms, H) or (norms, 1)."""
+        if isinstance(self.module, L2MultiheadAttention):
+            options = contractive_head_scales(self.module, self.norms, self._gains)
+        else:
+            bounds = [
+                torch.as_tensor(bound_of(self.module, self._ask(norm)).value, dtype=torch.float64)
+                for norm in self.norms
+            ]
+            options = 1.0 / positive(torch.stack(bounds)[:, None])
+        margin = max((rounding_margin(p) for p in self.module.parameters()), default=0.0)
+        return self.coeff * (1.0 - margin) * options
+
+    @staticmethod
+    def _choice(options: Tensor) -> Tensor:
+        """The index of the norm that shrinks least."""
+        return options.detach().mean(-1).argmax()
+
+    def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+        """Runs the module and divides; shapes as the module's."""
+        scales = self.scales()
+        if isinstance(self.module, L2MultiheadAttention):
+            return self.module.scaled(x, scales, scales.mean(), key_padding_mask)
+        out = call_branch(self.module, x, key_padding_mask)
+        return out * scales.to(out.dtype)
+
+    def step(
+        self, x: Tensor, cache: KeyCache | None = None, key_padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, KeyCache]:
+        """Step-by-step decoding of a contractive attention layer (see L2MultiheadAttention.step)."""
+        if not isinstance(self.module, L2MultiheadAttention):
+            raise TypeError(f"step needs L2MultiheadAttention, got {type(self.module).__name__}")
+        scales = self.scales()
+        return self.module.step(x, cache, key_padding_mask, head_scale=scales, bias_scale=scales.mean())
+
+    def extra_repr(self) -> str:
+        return f"coeff={self.coeff}, norm={self.norm!r}, seq_len={self.seq_len}"
+
+
+@register_bound(Contractive)
+def _(module: Contractive, ask: Ask) -> Bound:
+    label = f"divided by its bound ({' or '.join(module.norms)})"
+    inner = replace(ask, path=f"{ask.path}.module" if ask.path else "module", as_eval=True)
+    options = module._options()
+    scales = options[module._choice(options)]
+    if isinstance(module.module, L2MultiheadAttention):
+        value = attention_bound(module.module, inner, scales)
+    else:
+        value = bound_of(module.module, inner).value * scales.amax()
+    if ask.norm in module.norms:
+        # In the norm that it was divided by, the constant is known without a second bound.
+        chosen = module._choice(options) == module.norms.index(ask.norm)
+        value = torch.where(chosen, module.coeff, value)
+    return Bound(value, label)
+
+
+@register_bake(Contractive)
+def _(module: Contractive) -> nn.Module:
+    scales = module.scales()
+    if isinstance(module.module, L2MultiheadAttention):
+        return bake_attention(module.module, scales, scales.mean())
+    return Scaled(bake_in_place(module.module), scales)

@@ -1,0 +1,57 @@
+"""An explicit freeze of what is derived from weights, for solves, generation and export.
+
+Outside a freeze everything is recomputed from the raw weights in each forward pass, so that no step,
+load, copy or average can leave a stale constant behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch.nn.utils.parametrize as parametrize
+from torch import Tensor, nn
+
+from lipformer.layers._bake import Bakeable
+
+
+class Freezable(Bakeable):
+    """A module with one tensor derived from its weights, kept only inside :func:`frozen`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._freezing = False
+        self._kept: Tensor | None = None
+
+    def derived(self, compute: Callable[[], Tensor]) -> Tensor:
+        """The derived tensor, computed anew unless frozen."""
+        if not self._freezing:
+            return compute()
+        if self._kept is None:
+            self._kept = compute()
+        return self._kept
+
+
+@contextlib.contextmanager
+def frozen(module: nn.Module) -> Iterator[None]:
+    """Context in which normalised weights and bounds are computed once.
+
+    Weights must not change inside. Freezes may be nested.
+
+    Example:
+        >>> import lipformer as lf
+        >>> layer = lf.SpectralLinear(4, 4)
+        >>> with frozen(layer):
+        ...     layer.weight is layer.weight
+        True
+    """
+    parts = [m for m in module.modules() if isinstance(m, Freezable) and not m._freezing]
+    for part in parts:
+        part._freezing = True
+    try:
+        with parametrize.cached():
+            yield
+    finally:
+        for part in parts:
+            part._freezing = False
+            part._kept = None

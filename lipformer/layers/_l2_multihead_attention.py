@@ -1,0 +1,426 @@
+"""L2 multi-head self-attention with a certified Lipschitz constant."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from lipformer.functional import l2_attention, l2_attention_step, l2_attention_weights
+from lipformer.functional._checks import as_padding, check_tokens, check_window
+from lipformer.layers import _attention_masks as masks
+from lipformer.layers._bake import Bakeable, plain_linear, register_bake
+from lipformer.layers._key_cache import KeyCache, extend
+from lipformer.layers._positions import default_slopes, exact_slopes, rotary_angles, rotate
+from lipformer.layers._spectral import SpectralLinear
+
+POSITIONS = (None, "alibi", "rotary")
+
+
+class _NoFastPath:
+    """Stands where nn.TransformerEncoder looks for a packed input weight.
+
+    An object with ``__torch_function__`` makes it take the plain path, which calls our forward; the
+    fused inference path would compute dot-product attention from the weights behind our back.
+    """
+
+    requires_grad = False
+
+    @classmethod
+    def __torch_function__(cls, *args: object, **kwargs: object) -> object:
+        return NotImplemented
+
+
+class L2MultiheadAttention(Bakeable):
+    r"""Multi-head self-attention with logits :math:`-t_h \|x_i W_h - x_j W_h\|^2`.
+
+    .. math:: F(X) = \sum_h P_h Y_h M_h + b, \qquad Y_h = X W_h
+
+    Call-compatible with nn.MultiheadAttention for self-attention. Source: Kim, Papamakarios, Mnih
+    2021. With ``value_proj=True`` the paper's form, :math:`M_h = W_h^\top W^V_h W^O_h / \sqrt d` and
+    :math:`t_h = 1/\sqrt d`; with ``value_proj=False`` the lean form (docs/theory, section 1): the same
+    functions with two matrices instead of four, :math:`M_h` being a block of out_proj, and a learned
+    temperature per head, which costs nothing in the certificate.
+
+    Args:
+        embed_dim: D, the width of the tokens.
+        num_heads: H; D must be a multiple of it.
+        dropout: probability of dropping an attention weight in training.
+        bias: learned bias of the output. (One of the query-key projection would move all keys
+            together and change nothing, so there is none except with rotary positions.)
+        batch_first: input (B, N, D) rather than (N, B, D).
+        value_proj: the paper's form (True) or the lean form (False).
+        causal: True always masks, False never does, None leaves it to each call.
+        any_mask: allow any attn_mask that hides keys but never a token's own; certified by the
+            generic Theorem C.
+        window: each token sees its ``window`` latest keys, itself included; needs causal=True.
+        positions: None, "alibi" (needs causal=True) or "rotary".
+        max_len: the largest number of tokens, which then need not be told to certify.
+        proj_coeff: if given, all projections have spectral norm at most this.
+        slopes: ALiBi slopes, one per head; default 1/2 to 1/16. Rounded to bfloat16.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Example:
+        >>> layer = L2MultiheadAttention(16, 4, batch_first=True, value_proj=False)
+        >>> x = torch.randn(2, 10, 16)
+        >>> out, weights = layer(x, x, x)
+        >>> out.shape, weights.shape
+        (torch.Size([2, 10, 16]), torch.Size([2, 10, 10]))
+    """
+
+    # Attributes that nn.TransformerEncoder and nn.TransformerEncoderLayer read to decide on their
+    # inference fast path; these values keep it off.
+    _qkv_same_embed_dim = False
+    in_proj_bias = None
+    in_proj_weight = _NoFastPath()
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        batch_first: bool = False,
+        *,
+        value_proj: bool = True,
+        causal: bool | None = None,
+        any_mask: bool = False,
+        window: int | None = None,
+        positions: str | None = None,
+        max_len: int | None = None,
+        proj_coeff: float | None = None,
+        slopes: Sequence[float] | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
+            raise ValueError(
+                "embed_dim must be a positive multiple of num_heads, "
+                f"got embed_dim={embed_dim}, num_heads={num_heads}"
+            )
+        if not 0.0 <= dropout < 1.0:
+            raise ValueError(f"dropout must be in [0, 1), got {dropout!r}")
+        if positions not in POSITIONS:
+            raise ValueError(f"positions must be None, 'alibi' or 'rotary', got {positions!r}")
+        if positions == "alibi" and causal is not True:
+            raise ValueError(f"positions='alibi' needs causal=True, got causal={causal}")
+        if slopes is not None and positions != "alibi":
+            raise ValueError(f"slopes need positions='alibi', got positions={positions!r}")
+        if max_len is not None and max_len < 1:
+            raise ValueError(f"max_len must be None or >= 1, got {max_len!r}")
+        check_window(window, causal is True)
+        head_dim = embed_dim // num_heads
+        if positions == "rotary" and head_dim % 2:
+            raise ValueError(f"positions='rotary' needs an even head width, got {head_dim}")
+        self.embed_dim = embed_dim
+        self.num_heads = num_heads
+        self.head_dim = head_dim
+        self.dropout = dropout
+        self.batch_first = batch_first
+        self.causal = causal
+        self.any_mask = any_mask
+        self.window = window
+        self.positions = positions
+        self.max_len = max_len
+        self.proj_coeff = proj_coeff
+
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
+
+        def linear(with_bias: bool) -> nn.Linear:
+            if proj_coeff is None:
+                return nn.Linear(embed_dim, embed_dim, with_bias, **place)
+            return SpectralLinear(
+                embed_dim, embed_dim, with_bias, coeff=proj_coeff, mode="normalize", **place
+            )
+
+        self.q_proj = linear(bias and positions == "rotary")
+        self.v_proj = linear(False) if value_proj else None
+        self.out_proj = linear(bias)
+        self.log_temperature = None if value_proj else nn.Parameter(torch.empty(num_heads, **place))
+        self.slopes: tuple[float, ...] | None = None
+        self._slopes: Tensor | None
+        if positions == "alibi":
+            given = default_slopes(num_heads) if slopes is None else slopes
+            self.slopes = exact_slopes(given, num_heads)
+            table = torch.tensor(self.slopes, device=device)
+            self.register_buffer("_slopes", table, persistent=False)
+        else:
+            self.register_buffer("_slopes", None, persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initial weights.
+
+        L2 attention gives each token its own key at distance 0, so with a sharp kernel it attends
+        only to itself and learns nothing at first: the paper's form starts with a small W_Q, the
+        lean form with temperatures around 1/d, spread over the heads.
+        """
+        with torch.no_grad():
+            if self.proj_coeff is None:
+                nn.init.xavier_uniform_(self.out_proj.weight)
+                if self.v_proj is None:
+                    nn.init.xavier_uniform_(self.q_proj.weight)
+                else:
+                    nn.init.xavier_uniform_(self.v_proj.weight)
+                    reach = 2.0**-4 / math.sqrt(self.embed_dim)
+                    nn.init.uniform_(self.q_proj.weight, -reach, reach)
+            for linear in (self.q_proj, self.out_proj):
+                if linear.bias is not None:
+                    linear.bias.zero_()
+            if self.log_temperature is not None:
+                spread = torch.linspace(-1.5, 1.5, self.num_heads) if self.num_heads > 1 else 0.0
+                self.log_temperature.copy_(torch.as_tensor(spread) - math.log(self.head_dim))
+
+    @property
+    def temperature(self) -> float | Tensor:
+        """t: 1/sqrt(d) in the paper's form, learned (H, 1, 1) in the lean form."""
+        if self.log_temperature is None:
+            return self.head_dim**-0.5
+        return self.log_temperature.exp()[:, None, None]
+
+    def output_matrix(self, *, exact: bool = False) -> Tensor:
+        r"""The matrices :math:`M_h` (H, d, D), as the forward pass forms them or in float64."""
+        out = rearrange(self.out_proj.weight, "o (h d) -> h d o", h=self.num_heads)
+        if self.v_proj is None:
+            return out
+        q = rearrange(self.q_proj.weight, "(h d) i -> h d i", h=self.num_heads)
+        v = rearrange(self.v_proj.weight, "(h d) i -> h d i", h=self.num_heads)
+        if exact:
+            q, v, out = q.double(), v.double(), out.double()
+        return (q @ v.mT) @ out * self.head_dim**-0.5
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Self-attention; arguments and results as in nn.MultiheadAttention.
+
+        Args:
+            query: (N, B, D), (B, N, D) if batch_first, or (N, D).
+            key: the same tensor as query, or None.
+            value: the same tensor as query, or None.
+            key_padding_mask: (B, N) or (N,), True (or -inf) at padded tokens; their rows of
+                attention are zero, so that their output is the bias.
+            need_weights: also return the attention weights (an N x N tensor).
+            attn_mask: see causal and any_mask.
+            average_attn_weights: average the weights over the heads.
+            is_causal: mask later keys; with attn_mask the hint that it is the causal mask.
+
+        Returns:
+            The output, of query's shape, and the weights (B, N, N), (B, H, N, N) if not averaged,
+            without B for an input without one, or None.
+        """
+        for name, other in (("key", key), ("value", value)):
+            if other is not None and other is not query:
+                raise ValueError(
+                    f"query and {name} must be one and the same tensor (L2 attention is "
+                    f"self-attention with tied weights), got two of shapes {tuple(query.shape)} and "
+                    f"{tuple(other.shape)}"
+                )
+        x = self._batched(query)
+        padding = self._padding(key_padding_mask, x)
+        mask = masks.resolve(
+            attn_mask,
+            is_causal,
+            causal=self.causal,
+            any_mask=self.any_mask,
+            batch=x.shape[0],
+            heads=self.num_heads,
+            n=x.shape[1],
+            dtype=x.dtype,
+        )
+        y, angles = self._keys(x, 0)
+        heads = self._attend(y, mask, padding)
+        out = self._output(heads, angles)
+        weights: Tensor | None = None
+        if need_weights:
+            weights = l2_attention_weights(
+                y,
+                is_causal=mask.is_causal,
+                window=self.window,
+                slopes=self._slopes,
+                bias=mask.bias,
+                key_padding_mask=padding,
+                scale=self.temperature,
+            )
+            weights = weights.mean(1) if average_attn_weights else weights
+        return self._unbatched(out, query), self._unbatched_weights(weights, query)
+
+    def scaled(
+        self,
+        x: Tensor,
+        head_scale: Tensor,
+        bias_scale: Tensor,
+        key_padding_mask: Tensor | None = None,
+    ) -> Tensor:
+        r""":math:`\sum_h s_h P_h Y_h M_h + s b`: what Contractive runs.
+
+        Args:
+            x: as query in forward.
+            head_scale: :math:`s_h` (H,).
+            bias_scale: :math:`s`, a scalar.
+            key_padding_mask: as in forward.
+        """
+        rows = self._batched(x)
+        padding = self._padding(key_padding_mask, rows)
+        y, angles = self._keys(rows, 0)
+        heads = self._attend(y, masks.Mask(bool(self.causal), None), padding)
+        return self._unbatched(self._output(heads, angles, head_scale, bias_scale), x)
+
+    def step(
+        self,
+        x: Tensor,
+        cache: KeyCache | None = None,
+        key_padding_mask: Tensor | None = None,
+        *,
+        head_scale: Tensor | None = None,
+        bias_scale: Tensor | None = None,
+    ) -> tuple[Tensor, KeyCache]:
+        """Causal attention of new tokens over all tokens so far, for step-by-step decoding.
+
+        Args:
+            x: new tokens (B, T, D), or (T, B, D) unless batch_first.
+            cache: what the step before returned, None at the first.
+            key_padding_mask: (B, T) of the new tokens.
+            head_scale: as in :meth:`scaled`.
+            bias_scale: as in :meth:`scaled`.
+
+        Returns:
+            The rows of the new tokens, as the full pass would give them, and the new cache.
+        """
+        if self.causal is False:
+            raise ValueError("step-by-step decoding is causal, but the layer has causal=False")
+        rows = self._batched(x)
+        seen = 0 if cache is None else cache.seen
+        if self.max_len is not None and seen + rows.shape[1] > self.max_len:
+            raise ValueError(
+                f"max_len is {self.max_len}, got {seen} tokens in the cache and {rows.shape[1]} new"
+            )
+        y, angles = self._keys(rows, seen)
+        cache = extend(cache, y, self._padding(key_padding_mask, rows))
+        heads = l2_attention_step(
+            cache.keys,
+            y.shape[-2],
+            window=self.window,
+            slopes=self._slopes,
+            key_padding_mask=cache.padding,
+            scale=self.temperature,
+        )
+        out = self._unbatched(self._output(heads, angles, head_scale, bias_scale), x)
+        return out, cache if self.window is None else cache.latest(self.window - 1)
+
+    def _keys(self, x: Tensor, offset: int) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        """Projected tokens (B, H, N, d), rotated if positions are rotary, and their angles."""
+        y = rearrange(self.q_proj(x), "b n (h d) -> b h n d", h=self.num_heads)
+        if self.positions != "rotary":
+            return y, None
+        angles = rotary_angles(x.shape[1], self.head_dim, offset, x.device)
+        return rotate(y, *angles), angles
+
+    def _attend(self, y: Tensor, mask: masks.Mask, padding: Tensor | None) -> Tensor:
+        return l2_attention(
+            y,
+            is_causal=mask.is_causal,
+            window=self.window,
+            slopes=self._slopes,
+            bias=mask.bias,
+            key_padding_mask=padding,
+            scale=self.temperature,
+            dropout_p=self.dropout if self.training else 0.0,
+        )
+
+    def _output(
+        self,
+        heads: Tensor,
+        angles: tuple[Tensor, Tensor] | None,
+        head_scale: Tensor | None = None,
+        bias_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Heads (B, H, N, d) to the output (B, N, D)."""
+        if angles is not None:
+            heads = rotate(heads, *angles, back=True)
+        bias: Tensor | None = self.out_proj.bias
+        joined = rearrange(heads, "b h n d -> b n (h d)")
+        if self.v_proj is None and head_scale is None:
+            return self.out_proj(joined)
+        matrix = self.output_matrix()
+        if head_scale is not None:
+            matrix = matrix * head_scale[:, None, None].to(matrix.dtype)
+        if bias is not None and bias_scale is not None:
+            bias = bias * bias_scale.to(bias.dtype)
+        return F.linear(joined, rearrange(matrix, "h d o -> o (h d)"), bias)
+
+    def _batched(self, x: Tensor) -> Tensor:
+        """The input as (B, N, D)."""
+        layout = "(B, N, D)" if self.batch_first else "(N, B, D)"
+        check_tokens(x, "query", f"{layout} or (N, D)", min_dim=2)
+        if x.ndim > 3 or x.shape[-1] != self.embed_dim:
+            raise ValueError(
+                f"query must have shape {layout} or (N, D) with D={self.embed_dim}, got {tuple(x.shape)}"
+            )
+        if x.ndim == 2:
+            x = x.unsqueeze(0)
+        elif not self.batch_first:
+            x = x.transpose(0, 1)
+        if self.max_len is not None and x.shape[1] > self.max_len:
+            raise ValueError(f"max_len is {self.max_len}, got {x.shape[1]} tokens")
+        return x
+
+    def _padding(self, mask: Tensor | None, x: Tensor) -> Tensor | None:
+        if mask is not None and mask.ndim == 1:
+            mask = mask.unsqueeze(0)
+        return as_padding(mask, x.unsqueeze(1))
+
+    def _unbatched(self, out: Tensor, query: Tensor) -> Tensor:
+        if query.ndim == 2:
+            return out.squeeze(0)
+        return out if self.batch_first else out.transpose(0, 1)
+
+    def _unbatched_weights(self, weights: Tensor | None, query: Tensor) -> Tensor | None:
+        return weights.squeeze(0) if weights is not None and query.ndim == 2 else weights
+
+    def extra_repr(self) -> str:
+        form = "lean" if self.v_proj is None else "paper"
+        parts = [f"{self.embed_dim}, {self.num_heads}, form={form!r}, causal={self.causal}"]
+        for name in ("window", "positions", "max_len", "proj_coeff"):
+            if getattr(self, name) is not None:
+                parts.append(f"{name}={getattr(self, name)!r}")
+        if self.dropout:
+            parts.append(f"dropout={self.dropout}")
+        return ", ".join(parts)
+
+
+def bake_attention(
+    layer: L2MultiheadAttention, head_scale: Tensor | None = None, bias_scale: Tensor | None = None
+) -> L2MultiheadAttention:
+    """Changes the layer to the lean form with plain weights, the factors in its output weights."""
+    matrix = layer.output_matrix()
+    if head_scale is not None:
+        matrix = matrix * head_scale[:, None, None].to(matrix.dtype)
+    out = plain_linear(layer.out_proj)
+    out.weight.copy_(rearrange(matrix, "h d o -> o (h d)"))
+    if out.bias is not None and bias_scale is not None:
+        out.bias.mul_(bias_scale.to(out.bias.dtype))
+    if layer.log_temperature is None:
+        start = out.weight.new_full((layer.num_heads,), layer.head_dim**-0.5).log()
+        layer.log_temperature = nn.Parameter(start)
+    layer.q_proj, layer.out_proj, layer.v_proj = plain_linear(layer.q_proj), out, None
+    layer.proj_coeff = None
+    return layer
+
+
+register_bake(L2MultiheadAttention)(bake_attention)

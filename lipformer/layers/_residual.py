@@ -1,0 +1,61 @@
+"""Residual connections with the constants they have."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from lipformer.certificate import Ask, Bound, register_bound
+from lipformer.certificate._registry import weighted_sum
+from lipformer.layers._bake import Bakeable
+from lipformer.layers._branch import call_branch
+
+
+class Residual(Bakeable):
+    """x + f(x), of constant at most 1 + Lip(f).
+
+    Args:
+        branch: f, any module; of a tuple it returns the first element is taken.
+    """
+
+    def __init__(self, branch: nn.Module) -> None:
+        super().__init__()
+        self.branch = branch
+
+    def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+        """Shapes as the branch's; the mask is passed on to it."""
+        return x + call_branch(self.branch, x, key_padding_mask)
+
+
+class ConvexResidual(Bakeable):
+    """(1 - a) x + a f(x), of constant at most 1 - a + a Lip(f): 1 around a 1-Lipschitz branch.
+
+    Args:
+        branch: f.
+        weight: a in [0, 1].
+    """
+
+    def __init__(self, branch: nn.Module, weight: float = 0.5) -> None:
+        super().__init__()
+        if not 0.0 <= weight <= 1.0:
+            raise ValueError(f"weight must be in [0, 1], got {weight!r}")
+        self.branch = branch
+        self.weight = float(weight)
+
+    def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+        """Shapes as the branch's; the mask is passed on to it."""
+        return x.lerp(call_branch(self.branch, x, key_padding_mask), self.weight)
+
+    def extra_repr(self) -> str:
+        return f"weight={self.weight}"
+
+
+@register_bound(Residual)
+def _(module: Residual, ask: Ask) -> Bound:
+    return weighted_sum((1.0, 1.0), (None, ask.child(module.branch, "branch")), "residual 1 + L")
+
+
+@register_bound(ConvexResidual)
+def _(module: ConvexResidual, ask: Ask) -> Bound:
+    a = module.weight
+    branch = ask.child(module.branch, "branch")
+    return weighted_sum((1.0 - a, a), (None, branch), f"convex residual {1 - a:g} + {a:g} L")
