@@ -118,8 +118,9 @@ def attack_lipschitz(
     many = independent_calls(fn, torch.stack(probes))
     search = _Search(many, norm, starts.focus, fresh)
     steep = [k for k in range(restarts) if starts.names[k] == "segment"]
-    ends = [torch.cat([centre + r * t[steep] for r in radii]) for t in (starts.shapes, fresh)]
-    steepest = steepest_point(many, *ends, norm).split(len(steep)) if steep else []
+    if steep:
+        a, b = (torch.cat([centre + r * t[steep] for r in radii]) for t in (starts.shapes, fresh))
+        steepest = steepest_point(many, a, b, norm).split(len(steep))
     for k, radius in enumerate(radii):
         x = centre + radius * starts.shapes
         x[0] = x0  # the one start that keeps its size

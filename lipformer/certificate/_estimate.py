@@ -20,6 +20,7 @@ from lipformer.certificate._dual_steps import (
 from lipformer.certificate._jacobian_products import Linearization, require_finite
 from lipformer.certificate._singular_pair import top_singular_pair
 
+_PATIENCE = 20  # steps that a start far behind the best one is given to catch up
 _STACK_ENTRIES = 2**20  # entries of the largest stack of directions sent through fn at once
 
 
@@ -193,26 +194,28 @@ def _by_own_token(
     """Three power steps for every token, then as many as it takes for the best of them."""
     tokens = groups(start, "self").shape[1]
     chunk = max(1, min(tokens, _STACK_ENTRIES // start.numel()))
-    gains, vectors, spent = [], [], 0
+    found, spent = [], 0
     for index in torch.arange(tokens, device=start.device).split(chunk):
         stack = input_step(start.expand(len(index), *start.shape[1:]), "self", index)
         climb = _climb(jacobian, "self", stack, index, tol, max_iter=3)
-        gains.append(climb.gains)
-        vectors.append(groups(climb.directions, "self").sum(dim=1))  # all but one are zero
+        own = groups(climb.directions, "self").sum(dim=1)  # all groups but one are zero
+        found.append((climb.gains, climb.index, own))
         spent += climb.spent
-    index = torch.cat(gains).topk(min(restarts, tokens)).indices
-    own = torch.cat(vectors)[index]
-    stack = own[:, None].expand(-1, tokens, -1).reshape(len(index), *start.shape[1:])
-    climb = _climb(jacobian, "self", one_group(stack, "self", index), index, tol, max_iter)
+    gains, index, own = (torch.cat(parts) for parts in zip(*found, strict=True))
+    best = gains.topk(min(restarts, len(gains))).indices
+    stack = own[best, None].expand(-1, tokens, -1).reshape(len(best), *start.shape[1:])
+    stack = one_group(stack, "self", index[best])
+    climb = _climb(jacobian, "self", stack, index[best], tol, max_iter)
     return climb.directions[climb.gains.argmax()], spent + climb.spent, climb.converged
 
 
 class _Climb(NamedTuple):
-    """Directions e (R, *shape), their gains (R,), their images J e, and products spent."""
+    """The directions e that were not dropped, their gains, images J e and own groups."""
 
     directions: Tensor
     gains: Tensor
     images: Tensor
+    index: Tensor | None
     spent: int
     converged: bool
 
@@ -225,17 +228,25 @@ def _climb(
     tol: float,
     max_iter: int,
 ) -> _Climb:
-    """Power steps from all directions e (R, *shape) at once until the gains stand still."""
-    last = torch.zeros(len(e), dtype=e.dtype, device=e.device)
+    """Power steps from all directions e (R, *shape) at once until the gains stand still.
+
+    A start that would not reach the best one in `_PATIENCE` steps of its last size is dropped.
+    """
+    last, spent = torch.zeros(len(e), dtype=e.dtype, device=e.device), 0
     for step in range(1, max_iter + 1):
         y = jacobian.jvps(e)
+        spent += len(e)
         gain, u = output_step(y, norm, index)
+        top = gain.max()
         # Small steps far from the top are common: stop well below the tolerance asked for.
-        converged = bool((gain - last <= 0.01 * tol * gain.max()).all())
+        moving = gain - last > 0.01 * tol * top
+        alive = gain + _PATIENCE * (gain - last) >= top
+        converged = not bool((moving & alive).any())
         if converged or step == max_iter or not bool(torch.isfinite(gain).all()):
             break
-        e, last = input_step(jacobian.vjps(u), norm, index), gain
-    return _Climb(e, gain, y, step * len(e), converged)
+        index, last = None if index is None else index[alive], gain[alive]
+        e = input_step(jacobian.vjps(u[alive]), norm, index)
+    return _Climb(e, gain, y, index, spent, converged)
 
 
 def _attained(jacobian: Linearization, v: Tensor, norm: str) -> tuple[float, Tensor]:

@@ -11,9 +11,9 @@ import math
 import torch
 from torch import Tensor
 
-from ._lanczos import gram_matrix
-from ._rounding import bound_dtype, gram_margin, rescale, round_up, tall
-from ._with_gradient import Recipe
+from lipformer.functional._lanczos import gram_matrix
+from lipformer.functional._rounding import bound_dtype, gram_margin, rescale, round_up, tall
+from lipformer.functional._with_gradient import Recipe
 
 _TINY = torch.finfo(torch.float64).tiny
 
@@ -26,15 +26,16 @@ def squarings(n: int) -> int:
 def schatten_norm(a: Tensor) -> tuple[Tensor, ...]:
     """f(a), and the normalised powers Y_j = (a^T a)^(2^j) / ||(a^T a)^(2^j)||_F, j = 0..k.
 
-    With X_0 = a^T a, s_j = ||X_j||_F, Y_j = X_j / s_j and X_(j+1) = Y_j^T Y_j nothing overflows, and
+    With X_0 = a^T a, s_j = ||X_j||_F, Y_j = X_j / s_j, X_(j+1) = Y_j^T Y_j nothing overflows, and
     f^2 = s_0 sqrt(s_1 sqrt(s_2 ...)).
 
-    Rounding: f (1 + gram_margin) is a true bound. Each computed X_(j+1) is within gamma_n ||Y_j||_F^2
-    <= n gamma_n ||Y_j||^2 of the exact product, hence ||Y_j||^2 <= ||X_(j+1)|| / (1 - n gamma_n); the
-    division by s_j, whatever the error of s_j, costs ||X_j|| <= s_j ||Y_j|| (1 + 2 u sqrt n); X_0
-    costs 1 / (1 - n gamma_K) in the same way; the last norm, a sum of n^2 squares, costs 1 + n^2 u;
-    the products and roots 8 u. The exponents 1, 1/2, 1/4, ... add up to less than 2, so f^2 is off
-    by less than a relative 4 n (K + n + 8) u in all.
+    Rounding: f (1 + eta) is a true bound, eta = gram_margin(K, n). Each computed X_(j+1) is within
+    gamma_n ||Y_j||_F^2 <= n gamma_n ||Y_j||^2 of the exact product, which costs
+    ||Y_j||^2 <= ||X_(j+1)|| / (1 - n gamma_n); the division by s_j, whatever the error of s_j,
+    ||X_j|| <= s_j ||Y_j|| (1 + 2 u sqrt n); X_0 costs 1 / (1 - n gamma_K) as the others; the last
+    norm, a sum of n^2 squares, costs 1 + n^2 u; the products and roots cost 8 u. The exponents
+    1, 1/2, 1/4, ... add up to less than 2, so f^2 is off by a relative 4 n (K + n + 8) u = eta / 4
+    at most.
 
     Args:
         a: (*, K, n) in float64 with K >= n, scaled so that its largest entry is near 1.
@@ -59,9 +60,9 @@ def schatten_norm(a: Tensor) -> tuple[Tensor, ...]:
 def schatten_gradient(a: Tensor, norm: Tensor, *powers: Tensor) -> Tensor:
     """Gradient of f at a in closed form: f D / <D, a> with D = a Y_0 Y_1 ... Y_k.
 
-    The gradient is U (S/f)^(p-1) V^T, proportional to a (a^T a)^(p/2 - 1), and p/2 - 1 = 2^(k+1) - 1
-    = 1 + 2 + ... + 2^k. Its inner product with a is f, because f is homogeneous (Euler), and that
-    fixes the factor without a power that could underflow.
+    The gradient is U (S/f)^(p-1) V^T, proportional to a (a^T a)^(p/2 - 1), where
+    p/2 - 1 = 2^(k+1) - 1 = 1 + 2 + ... + 2^k. Its inner product with a is f, because f is
+    homogeneous (Euler), and that fixes the factor without a power that could underflow.
 
     Args:
         a: (*, K, n).

@@ -15,9 +15,9 @@ from torch import Tensor
 def gram_matrix(a: Tensor) -> Tensor:
     """a^T a, of which only the blocks on and below the diagonal are multiplied out.
 
-    Four strips cost 5/8 of the full product. Every entry is a plain dot product of two columns of
-    a, so the usual error bound |computed - a^T a| <= gamma_k |a|^T |a| holds entry by entry,
-    whatever the order of summation (Higham, Accuracy and Stability, section 3.5).
+    Four strips cost 5/8 of the full product. Every entry is a dot product of two columns of a
+    (BLAS has no Strassen-like products), so |computed - a^T a| <= gamma_k |a|^T |a| holds entry by
+    entry, whatever the order of summation (Higham, Accuracy and Stability, section 3.5).
 
     Args:
         a: (*, k, n).
@@ -59,6 +59,32 @@ def start_vector(n: int, like: Tensor) -> Tensor:
     i = torch.arange(1, n + 1, dtype=torch.float64, device=like.device)
     q = 1.5 - 2.0 * torch.frac(i * i * 0.6180339887498949)
     return (q / torch.linalg.vector_norm(q)).to(like.dtype).unsqueeze(-1)
+
+
+def top_eigenvector(matrix: Tensor) -> Tensor:
+    """Eigenvector of the largest eigenvalue of a small positive semidefinite matrix, by squaring.
+
+    (matrix / norm)^N with N = 2^28 is the projector on the top eigenspace, except for eigenvalues
+    within a relative log(n) / N ~ 1e-8 of the top, which may be mixed in and change the Rayleigh
+    quotient by no more than that. Unlike an eigensolver it can neither fail to converge, as LAPACK
+    does in float32 on the Lanczos matrix of a rank-one weight, nor does it synchronise a GPU.
+
+    Args:
+        matrix: (*, n, n), of which the upper triangle is read; n of at most about 100, or four
+            squarings without rescaling would come near the end of the range of float64.
+
+    Returns:
+        (*, n, 1) in float64, not normalised; zero where matrix is zero.
+    """
+    upper = torch.triu(matrix.double())
+    power = upper + torch.triu(upper, 1).mT
+    for _ in range(7):
+        norm = torch.linalg.vector_norm(power, dim=(-2, -1), keepdim=True)
+        power = power / norm.clamp_min(torch.finfo(torch.float64).tiny)
+        for _ in range(4):
+            power = power @ power
+    longest = torch.diagonal(power, dim1=-2, dim2=-1).argmax(dim=-1)
+    return torch.take_along_dim(power, longest[..., None, None], dim=-1)
 
 
 def _no_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
@@ -103,5 +129,5 @@ def lanczos_vector(gram: Tensor, steps: int) -> Tensor:
             columns.append(column)
             q = w / torch.maximum(torch.linalg.vector_norm(w, dim=-2, keepdim=True), noise)
         # The rows of the basis are filled in turn: the columns hold the upper triangle of T alone.
-        tridiagonal = torch.nan_to_num(torch.cat(columns, dim=-1))
-        return transposed @ torch.linalg.eigh(tridiagonal, UPLO="U").eigenvectors[..., -1:]
+        top = top_eigenvector(torch.cat(columns, dim=-1))
+        return transposed @ torch.nn.functional.normalize(top, dim=-2).to(gram.dtype)

@@ -55,9 +55,10 @@ def tall(a: Tensor, like: Tensor | None = None) -> Tensor:
 def gram_margin(k: int, n: int) -> float:
     """Relative rounding margin eta = 16 n (k + n + 8) u for an n x n Gram matrix of k-vectors.
 
-    4e-9 at k = n = 1024. The proofs (`_spectral.verified_square`, `_gram_iteration`) use at most
-    half of it, and count at most 2 n (k + 2 n + 8) u of true rounding error; the rest is spare for
-    kernels that regroup a factorisation (block inverses) and hence lose a small constant.
+    4e-9 at k = n = 1024. The proofs (`_spectral.verified_square`, `_gram_iteration.schatten_norm`)
+    count at most eta / 4 of rounding error in the square of a norm, and taking the root and
+    multiplying by 1 + eta adds some units u. The rest is spare, for kernels that regroup a
+    factorisation (inverting diagonal blocks, say) and so lose a small constant.
     """
     return 16.0 * n * (k + n + 8) * UNIT
 

@@ -8,28 +8,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._gram_iteration import GRAM
-from ._lanczos import gram_matrix, lanczos_steps, lanczos_vector
-from ._rounding import bound_dtype, gram_margin, rescale, round_up, tall
-from ._with_gradient import Recipe, with_gradient
+from lipformer.functional._gram_iteration import GRAM
+from lipformer.functional._lanczos import gram_matrix, lanczos_steps, lanczos_vector, top_eigenvector
+from lipformer.functional._rounding import bound_dtype, gram_margin, rescale, round_up, tall
+from lipformer.functional._with_gradient import Recipe, with_gradient
 
 _ENLARGEMENT = 2.0**-7
 """How far the verified value lies above the Lanczos value: the overshoot, 0.8%."""
 
 _DENSE = 64
-"""Up to this size a full eigendecomposition is as quick as Lanczos, and exact."""
+"""Up to this size the top eigenvector of the Gram matrix itself is as quick as Lanczos."""
 
-
-def _finite(x: Tensor) -> Tensor:
-    """LAPACK raises on NaN; the answer for such weights is set at the end, from their entries."""
-    return torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0)
+_DENSE_ENLARGEMENT = 2.0**-24
+"""Six times the error of `top_eigenvector` in the norm at this size, and 6e-8: half a float32 ulp."""
 
 
 def verified_square(gram: Tensor, shift: Tensor, k: int) -> Tensor:
-    """An upper bound of ||A||^2 from the computed Gram matrix: shift if a factorisation confirms it.
+    """Upper bound of ||A||^2 from the computed Gram matrix: shift if a factorisation confirms it.
 
     If the Cholesky factorisation of M = shift I - gram runs to completion, then
-    lambda = ||A||^2 <= shift (1 + eta), eta = gram_margin(k, n). Proof, with u and gamma of float64:
+    lambda = ||A||^2 <= shift (1 + eta), eta = gram_margin(k, n). Proof, with u, gamma of float64:
     1. |gram - A^T A| <= gamma_k |A|^T |A| entry by entry, in norm at most gamma_k ||A||_F^2
        <= n gamma_k lambda. Only one triangle is read, and its mirror image obeys the same bound.
     2. The diagonal of M is rounded: at most u shift, since a completed factorisation has
@@ -37,10 +35,10 @@ def verified_square(gram: Tensor, shift: Tensor, k: int) -> Tensor:
     3. Completed, R^T R = M + E with |e_ij| <= g sqrt(m_ii m_jj), g = gamma_(n+1)/(1 - gamma_(n+1))
        (Demmel 1989; Higham, Accuracy and Stability, Theorem 10.5; Rump, Verification of positive
        definiteness, 2006). So ||E|| <= g sum_i m_ii <= g n shift, and M >= -g n shift.
-    4. Together lambda <= shift (1 + u + g n) + n gamma_k lambda, less than shift (1 + eta / 4).
+    4. Together lambda <= shift (1 + u + g n) + n gamma_k lambda, so lambda <= shift (1 + eta / 4).
        Underflow is far below that: the largest entry of A is at least 2^-52.
 
-    Where it fails: lambda <= min(||G||_F, ||G||_inf) (1 + eta), looser and always true. These two are
+    Where it fails, lambda <= min(||G||_F, ||G||_inf) (1 + eta), looser and always true. The two are
     at most ||A||_F^2 and ||A||_1 ||A||_inf, so the better known bounds would add nothing. Their
     sums of at most n^2 terms are exact to n^2 u, which eta covers beside step 1.
 
@@ -68,12 +66,13 @@ def _candidate(a: Tensor, gram: Tensor, method: str, dtype: torch.dtype) -> tupl
     """A guess at the top right singular vector (*, n, 1) of the tall a, and the enlargement."""
     n = a.shape[-1]
     if method == "svd":
-        v = torch.linalg.svd(_finite(a), full_matrices=False).Vh[..., :1, :].mT
-    elif n <= _DENSE:
-        v = torch.linalg.eigh(_finite(gram)).eigenvectors[..., -1:]
-    else:
-        return lanczos_vector(gram.to(dtype), lanczos_steps(n)).double(), _ENLARGEMENT
-    return v, gram_margin(*a.shape[-2:])
+        # LAPACK raises on NaN; the answer for such weights is set at the end, from their entries.
+        finite = torch.nan_to_num(a, nan=0.0, posinf=0.0, neginf=0.0)
+        vectors = torch.linalg.svd(finite, full_matrices=False).Vh
+        return vectors[..., :1, :].mT, gram_margin(*a.shape[-2:])
+    if n <= _DENSE:
+        return top_eigenvector(gram), _DENSE_ENLARGEMENT
+    return lanczos_vector(gram.to(dtype), lanczos_steps(n)).double(), _ENLARGEMENT
 
 
 def _value(weight: Tensor, method: str) -> tuple[Tensor, ...]:
@@ -163,20 +162,21 @@ def spectral_norm_bound(weight: Tensor, *, method: str = "cholesky") -> Tensor:
     """Upper bound of the spectral norm: ||W|| <= bound, never below (docs/theory, section 4).
 
     Holds for the stored entries of W taken as exact real numbers. All arithmetic that carries the
-    proof is in float64, which autocast leaves alone, with rounding margins. There is no state and no
-    randomness: one weight has one bound, in training and in evaluation.
+    proof is in float64, which autocast leaves alone, with rounding margins. There is no state and
+    no randomness: one weight has one bound, in training and in evaluation.
 
-    * "cholesky": the value ||W v|| at a Lanczos vector v, enlarged by 0.8% (by 1e-9 if min(m, n) is
+    * "cholesky": the value ||W v|| at a Lanczos vector v, enlarged by 0.8% (by 6e-8 if min(m, n) is
       at most 64, where v is exact) and confirmed by a float64 Cholesky factorisation of
       mu^2 I - W^T W; where it is not confirmed, sqrt(min(||G||_F, ||G||_inf)) with G = W^T W.
     * "gram": ||(W^T W)^(2^k)||_F^(1/2^(k+1)) with k chosen for at most 1% overshoot.
     * "svd": the largest singular value, enlarged by 1e-9 and confirmed in the same way.
 
-    The gradient of "cholesky" and "svd" is (bound / ||W v||) u v^T with u = W v / ||W v||. It is exact
-    where v is a singular vector; for a Lanczos vector it is a subgradient of the norm up to the
-    Lanczos error. The gradient of "gram" is exact for the function above. Second derivatives are
-    those of the exact function (an SVD in float64 each). Works under torch.func, torch.compile and
-    torch.export (first derivatives in the last two).
+    The gradient of "cholesky" and "svd" is (bound / ||W v||) u v^T, u = W v / ||W v||, with the factor
+    held constant. It is exact where v is a singular vector and the bound was confirmed; for a
+    Lanczos vector u v^T is a subgradient of the norm up to the Lanczos error. Second derivatives
+    are those of the exact norm (one float64 SVD each). Derivatives of "gram" are exact for the
+    function above. Works under torch.func, torch.compile and torch.export (in compiled graphs
+    first derivatives only).
 
     Args:
         weight: W, (*, m, n), floating point.

@@ -46,7 +46,7 @@ def _refuse_nested_forward_mode() -> None:
     stack = torch._C._functorch.get_interpreter_stack() or []
     if sum(level.key() == torch._C._functorch.TransformType.Jvp for level in stack) > 1:
         raise RuntimeError(
-            "forward mode over forward mode (a jvp of a jvp, jacfwd of jacfwd) would be wrong here; "
+            "forward mode over forward mode (a jvp of a jvp, jacfwd of jacfwd) is not supported: "
             "take at least one of the two derivatives in reverse mode, e.g. jacfwd(jacrev(f))"
         )
 

@@ -56,8 +56,8 @@ def head_gains(layer: L2MultiheadAttention, ask: Ask) -> tuple[float, ...]:
     if layer.causal is None:
         extra.append(l2_gain(n, norm=ask.norm, is_causal=True))
     if layer.any_mask and ask.norm == "l2":
-        # A mask hides keys of the row it is in and shortens no sum of the others: Theorem C for any.
-        extra.append(l2_gain(n if layer.window is None else min(n, layer.window), theorem="C"))
+        # Theorem C+ for any 0/1 mask with so many ones in a row or column.
+        extra.append(l2_gain(n if layer.window is None else min(n, layer.window), theorem="C+"))
     return tuple(max([gain, *extra]) for gain in gains)
 
 
@@ -109,7 +109,23 @@ def attention_bound(layer: L2MultiheadAttention, ask: Ask, head_scale: Tensor | 
         gains = torch.tensor(head_gains(layer, ask), dtype=torch.float64, device=q.device)
         smallest = token_bound_minimum if ask.norm == "token" else joint_bound_minimum
         value = smallest(q, m, gains)
+        if head_scale is not None:
+            gains = gains * head_scale.double()
+        value = value + _folding_error(layer) * gains.amax() * q.double().norm()
     return value
+
+
+def _folding_error(layer: L2MultiheadAttention) -> Tensor | float:
+    """Frobenius norm of the rounding error of M in float64 (paper's form), from above.
+
+    A product of three matrices over D and then d terms is off by at most (D + d + 4) 2^-53 of the
+    product of their absolute values, hence of their Frobenius norms.
+    """
+    if layer.v_proj is None:
+        return 0.0
+    norms = layer.q_proj.weight.double().norm() * layer.v_proj.weight.double().norm()
+    unit = 2.0**-52 * (layer.embed_dim + layer.head_dim + 4)
+    return unit * norms * layer.out_proj.weight.double().norm()
 
 
 def contractive_head_scales(
@@ -125,6 +141,7 @@ def contractive_head_scales(
     q = rearrange(layer.q_proj.weight, "(h d) i -> h d i", h=layer.num_heads)
     m = layer.output_matrix(exact=True)
     joint_q, joint_m = norm_pair(q.flatten(0, 1), m.flatten(0, 1))
+    joint_m = joint_m + _folding_error(layer)
     rows = []
     for norm in norms:
         per_head = torch.tensor(gains[norm], dtype=torch.float64, device=q.device)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lipformer.certificate import Ask, Bound, NotCertifiable, register_bound
 from lipformer.certificate._registry import bound_of, check_norm, check_seq_len
+from lipformer.layers._attention_bake import bake_attention
 from lipformer.layers._attention_bound import positive
 from lipformer.layers._attention_rule import (
     attention_bound,
@@ -21,7 +22,7 @@ from lipformer.layers._bake import Scaled, bake_in_place, register_bake
 from lipformer.layers._branch import call_branch
 from lipformer.layers._frozen import Freezable
 from lipformer.layers._key_cache import KeyCache
-from lipformer.layers._l2_multihead_attention import L2MultiheadAttention, bake_attention
+from lipformer.layers._l2_multihead_attention import L2MultiheadAttention
 from lipformer.layers._spectral import rounding_margin
 
 # Norms that norm=None chooses from; the smallest bound wins.
@@ -106,7 +107,7 @@ class Contractive(Freezable):
 
     def _scales(self) -> Tensor:
         options = self._options()
-        return options[self._choice(options)]
+        return options.index_select(0, self._choice(options)).squeeze(0)
 
     def _options(self) -> Tensor:
         """The factors for each of the norms, (norms, H) or (norms, 1)."""
@@ -118,13 +119,13 @@ class Contractive(Freezable):
                 for norm in self.norms
             ]
             options = 1.0 / positive(torch.stack(bounds)[:, None])
-        margin = max((rounding_margin(p) for p in self.module.parameters()), default=0.0)
+        margin = max([0.0, *(rounding_margin(p) for p in self.module.parameters())])
         return self.coeff * (1.0 - margin) * options
 
     @staticmethod
     def _choice(options: Tensor) -> Tensor:
-        """The index of the norm that shrinks least."""
-        return options.detach().mean(-1).argmax()
+        """The index of the norm that shrinks least, (1,)."""
+        return options.detach().mean(-1).argmax(-1, keepdim=True)
 
     def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """Runs the module and divides; shapes as the module's."""
@@ -152,14 +153,15 @@ def _(module: Contractive, ask: Ask) -> Bound:
     label = f"divided by its bound ({' or '.join(module.norms)})"
     inner = replace(ask, path=f"{ask.path}.module" if ask.path else "module", as_eval=True)
     options = module._options()
-    scales = options[module._choice(options)]
+    choice = module._choice(options)
+    scales = options.index_select(0, choice).squeeze(0)
     if isinstance(module.module, L2MultiheadAttention):
         value = attention_bound(module.module, inner, scales)
     else:
         value = bound_of(module.module, inner).value * scales.amax()
     if ask.norm in module.norms:
         # In the norm that it was divided by, the constant is known without a second bound.
-        chosen = module._choice(options) == module.norms.index(ask.norm)
+        chosen = (choice == module.norms.index(ask.norm)).squeeze(0)
         value = torch.where(chosen, module.coeff, value)
     return Bound(value, label)
 

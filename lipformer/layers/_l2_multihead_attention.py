@@ -12,9 +12,10 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from lipformer.functional import l2_attention, l2_attention_step, l2_attention_weights
-from lipformer.functional._checks import as_padding, check_tokens, check_window
+from lipformer.functional._checks import check_window
+from lipformer.layers import _attention_layout as layout
 from lipformer.layers import _attention_masks as masks
-from lipformer.layers._bake import Bakeable, plain_linear, register_bake
+from lipformer.layers._bake import Bakeable
 from lipformer.layers._key_cache import KeyCache, extend
 from lipformer.layers._positions import default_slopes, exact_slopes, rotary_angles, rotate
 from lipformer.layers._spectral import SpectralLinear
@@ -232,7 +233,7 @@ class L2MultiheadAttention(Bakeable):
                     f"{tuple(other.shape)}"
                 )
         x = self._batched(query)
-        padding = self._padding(key_padding_mask, x)
+        padding = layout.padding(key_padding_mask, x)
         mask = masks.resolve(
             attn_mask,
             is_causal,
@@ -258,7 +259,8 @@ class L2MultiheadAttention(Bakeable):
                 scale=self.temperature,
             )
             weights = weights.mean(1) if average_attn_weights else weights
-        return self._unbatched(out, query), self._unbatched_weights(weights, query)
+            weights = weights.squeeze(0) if query.ndim == 2 else weights
+        return layout.unbatched(out, query, self.batch_first), weights
 
     def scaled(
         self,
@@ -276,10 +278,10 @@ class L2MultiheadAttention(Bakeable):
             key_padding_mask: as in forward.
         """
         rows = self._batched(x)
-        padding = self._padding(key_padding_mask, rows)
+        padding = layout.padding(key_padding_mask, rows)
         y, angles = self._keys(rows, 0)
         heads = self._attend(y, masks.Mask(bool(self.causal), None), padding)
-        return self._unbatched(self._output(heads, angles, head_scale, bias_scale), x)
+        return layout.unbatched(self._output(heads, angles, head_scale, bias_scale), x, self.batch_first)
 
     def step(
         self,
@@ -311,7 +313,7 @@ class L2MultiheadAttention(Bakeable):
                 f"max_len is {self.max_len}, got {seen} tokens in the cache and {rows.shape[1]} new"
             )
         y, angles = self._keys(rows, seen)
-        cache = extend(cache, y, self._padding(key_padding_mask, rows))
+        cache = extend(cache, y, layout.padding(key_padding_mask, rows))
         heads = l2_attention_step(
             cache.keys,
             y.shape[-2],
@@ -320,7 +322,7 @@ class L2MultiheadAttention(Bakeable):
             key_padding_mask=cache.padding,
             scale=self.temperature,
         )
-        out = self._unbatched(self._output(heads, angles, head_scale, bias_scale), x)
+        out = layout.unbatched(self._output(heads, angles, head_scale, bias_scale), x, self.batch_first)
         return out, cache if self.window is None else cache.latest(self.window - 1)
 
     def _keys(self, x: Tensor, offset: int) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
@@ -365,33 +367,10 @@ class L2MultiheadAttention(Bakeable):
         return F.linear(joined, rearrange(matrix, "h d o -> o (h d)"), bias)
 
     def _batched(self, x: Tensor) -> Tensor:
-        """The input as (B, N, D)."""
-        layout = "(B, N, D)" if self.batch_first else "(N, B, D)"
-        check_tokens(x, "query", f"{layout} or (N, D)", min_dim=2)
-        if x.ndim > 3 or x.shape[-1] != self.embed_dim:
-            raise ValueError(
-                f"query must have shape {layout} or (N, D) with D={self.embed_dim}, got {tuple(x.shape)}"
-            )
-        if x.ndim == 2:
-            x = x.unsqueeze(0)
-        elif not self.batch_first:
-            x = x.transpose(0, 1)
+        x = layout.batched(x, self.embed_dim, self.batch_first)
         if self.max_len is not None and x.shape[1] > self.max_len:
             raise ValueError(f"max_len is {self.max_len}, got {x.shape[1]} tokens")
         return x
-
-    def _padding(self, mask: Tensor | None, x: Tensor) -> Tensor | None:
-        if mask is not None and mask.ndim == 1:
-            mask = mask.unsqueeze(0)
-        return as_padding(mask, x.unsqueeze(1))
-
-    def _unbatched(self, out: Tensor, query: Tensor) -> Tensor:
-        if query.ndim == 2:
-            return out.squeeze(0)
-        return out if self.batch_first else out.transpose(0, 1)
-
-    def _unbatched_weights(self, weights: Tensor | None, query: Tensor) -> Tensor | None:
-        return weights.squeeze(0) if weights is not None and query.ndim == 2 else weights
 
     def extra_repr(self) -> str:
         form = "lean" if self.v_proj is None else "paper"
@@ -402,25 +381,3 @@ class L2MultiheadAttention(Bakeable):
         if self.dropout:
             parts.append(f"dropout={self.dropout}")
         return ", ".join(parts)
-
-
-def bake_attention(
-    layer: L2MultiheadAttention, head_scale: Tensor | None = None, bias_scale: Tensor | None = None
-) -> L2MultiheadAttention:
-    """Changes the layer to the lean form with plain weights, the factors in its output weights."""
-    matrix = layer.output_matrix()
-    if head_scale is not None:
-        matrix = matrix * head_scale[:, None, None].to(matrix.dtype)
-    out = plain_linear(layer.out_proj)
-    out.weight.copy_(rearrange(matrix, "h d o -> o (h d)"))
-    if out.bias is not None and bias_scale is not None:
-        out.bias.mul_(bias_scale.to(out.bias.dtype))
-    if layer.log_temperature is None:
-        start = out.weight.new_full((layer.num_heads,), layer.head_dim**-0.5).log()
-        layer.log_temperature = nn.Parameter(start)
-    layer.q_proj, layer.out_proj, layer.v_proj = plain_linear(layer.q_proj), out, None
-    layer.proj_coeff = None
-    return layer
-
-
-register_bake(L2MultiheadAttention)(bake_attention)

@@ -1,0 +1,120 @@
+"""The battery for L2MultiheadAttention, in every form that it has."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lipformer as lf
+from tests.layers.battery import CertifiedLayer, starting_inputs
+
+EVERY_NORM = (("l2", "plain"), ("token", "plain"), ("linf", "plain"))
+
+
+class AttentionBattery(CertifiedLayer):
+    """Calls with padding, causal and other masks; inputs that one head does not see."""
+
+    norms = ("l2", "token", "linf")
+    attacked = EVERY_NORM
+    variants = ("plain", "padded")
+    options: ClassVar[dict[str, Any]] = {}
+
+    def make(self) -> nn.Module:
+        return lf.L2MultiheadAttention(8, 2, batch_first=True, **self.options)
+
+    def call(self, module: nn.Module, x: Tensor, variant: str = "plain") -> Tensor:
+        masks: dict[str, Any] = {}
+        n = x.shape[1]
+        if "padded" in variant:
+            masks["key_padding_mask"] = torch.arange(n).eq(1).expand(x.shape[:2])
+        if "causal" in variant:
+            masks["is_causal"] = True
+        if "hidden" in variant:
+            hidden = torch.rand(n, n, generator=torch.Generator().manual_seed(3)) < 0.6
+            masks["attn_mask"] = hidden & ~torch.eye(n, dtype=torch.bool)
+        if "lowered" in variant:
+            place = torch.arange(n, dtype=x.dtype)
+            masks["attn_mask"] = -0.3 * (place[:, None] - place).abs()
+        return module(x, need_weights=False, **masks)[0]
+
+    def starts(self, module: nn.Module) -> Tensor:
+        """Also tokens that differ by 1 where head 0 looks and by 1000 where it does not."""
+        n, d = self.tokens
+        noise = torch.randn(n, d, dtype=torch.float64)
+        head = module.q_proj.weight.detach().double()[: module.head_dim]
+        seen = torch.linalg.qr(head.T).Q
+        inside = noise @ seen @ seen.T
+        unseen = inside + 1e3 * (noise - inside)
+        return torch.cat([starting_inputs(n, d), unseen[None]])
+
+
+class TestPaper(AttentionBattery):
+    variants = ("plain", "padded", "causal", "padded causal")
+    attacked = (*EVERY_NORM, ("l2", "causal"))
+
+    def test_compile(self) -> None:
+        super().test_compile()
+
+
+class TestPaperCausal(AttentionBattery):
+    options: ClassVar[dict[str, Any]] = {"causal": True, "bias": False}
+    norms = ("l2", "token", "linf", "self")
+    attacked = (("l2", "plain"), ("self", "plain"))
+
+    @pytest.mark.slow
+    def test_compile(self) -> None:
+        super().test_compile()
+
+
+class TestPaperUnmasked(AttentionBattery):
+    options: ClassVar[dict[str, Any]] = {"causal": False}
+
+    @pytest.mark.slow
+    def test_compile(self) -> None:
+        super().test_compile()
+
+
+class TestLean(AttentionBattery):
+    options: ClassVar[dict[str, Any]] = {"value_proj": False}
+    variants = ("plain", "padded", "causal", "padded causal")
+    attacked = (*EVERY_NORM, ("l2", "causal"))
+
+    @pytest.mark.slow
+    def test_compile(self) -> None:
+        super().test_compile()
+
+
+class TestWindow(AttentionBattery):
+    options: ClassVar[dict[str, Any]] = {"value_proj": False, "causal": True, "window": 3}
+    norms = ("l2", "token", "linf", "self")
+
+
+class TestAlibi(AttentionBattery):
+    options: ClassVar[dict[str, Any]] = {"value_proj": False, "causal": True, "positions": "alibi"}
+    norms = ("l2", "token", "linf", "self")
+    attacked = (*EVERY_NORM, ("self", "plain"))
+
+
+class TestRotary(AttentionBattery):
+    options: ClassVar[dict[str, Any]] = {"positions": "rotary", "causal": True}
+    norms = ("l2", "token", "self")
+    attacked = (("l2", "plain"), ("token", "plain"))
+
+
+class TestAnyMask(AttentionBattery):
+    options: ClassVar[dict[str, Any]] = {"value_proj": False, "any_mask": True}
+    variants = ("plain", "padded", "causal", "hidden", "lowered", "padded hidden")
+    attacked = (("l2", "hidden"), ("token", "lowered"))
+
+    @pytest.mark.slow
+    def test_compile(self) -> None:
+        super().test_compile()
+
+
+class TestNormalisedProjections(AttentionBattery):
+    options: ClassVar[dict[str, Any]] = {"proj_coeff": 0.7, "causal": True}
+    norms = ("l2", "token", "linf", "self")
+    attacked = (("l2", "plain"), ("self", "plain"))
