@@ -199,7 +199,7 @@ def _by_own_token(
         stack = input_step(start.expand(len(index), *start.shape[1:]), "self", index)
         climb = _climb(jacobian, "self", stack, index, tol, max_iter=3)
         own = groups(climb.directions, "self").sum(dim=1)  # all groups but one are zero
-        found.append((climb.gains, climb.index, own))
+        found.append((climb.gains, climb.groups, own))
         spent += climb.spent
     gains, index, own = (torch.cat(parts) for parts in zip(*found, strict=True))
     best = gains.topk(min(restarts, len(gains))).indices
@@ -215,7 +215,7 @@ class _Climb(NamedTuple):
     directions: Tensor
     gains: Tensor
     images: Tensor
-    index: Tensor | None
+    groups: Tensor | None
     spent: int
     converged: bool
 

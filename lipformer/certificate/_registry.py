@@ -214,8 +214,8 @@ def _finish(bound: Bound, norm: str, seq_len: int | None, parent: str) -> Certif
 def times(*parts: Bound, theorem: str = "composition") -> Bound:
     """Lip(f o g) <= Lip(f) Lip(g)  (docs/theory, section 4)."""
     value: float | Tensor = 1.0
-    for i, part in enumerate(parts):
-        value = part.value if i == 0 else value * part.value * ROUND_UP
+    for part in parts:
+        value = _multiply_up(value, part.value)
     return Bound(value, theorem, parts)
 
 
@@ -223,6 +223,23 @@ def weighted_sum(weights: tuple[float, ...], parts: tuple[Bound | None, ...], th
     """Lip(a f + b g) <= |a| Lip(f) + |b| Lip(g); None stands for the identity (section 4)."""
     value: float | Tensor = 0.0
     for weight, part in zip(weights, parts, strict=True):
-        lipschitz: float | Tensor = 1.0 if part is None else part.value
-        value = (value + abs(weight) * lipschitz) * ROUND_UP
+        value = _add_up(value, _multiply_up(abs(weight), 1.0 if part is None else part.value))
     return Bound(value, theorem, tuple(part for part in parts if part is not None))
+
+
+def _multiply_up(a: float | Tensor, b: float | Tensor) -> float | Tensor:
+    """A product rounded up; times one is exact, so that constants of one stay one."""
+    if isinstance(a, float) and a == 1.0:
+        return b
+    if isinstance(b, float) and b == 1.0:
+        return a
+    return a * b * ROUND_UP
+
+
+def _add_up(a: float | Tensor, b: float | Tensor) -> float | Tensor:
+    """A sum rounded up, unless it is exact: the rounding error of two floats is itself a float."""
+    total = a + b
+    if isinstance(total, float):
+        rest = total - a
+        return total if (a - (total - rest)) + (b - rest) <= 0.0 else total * ROUND_UP
+    return total * ROUND_UP

@@ -10,7 +10,7 @@ from lipformer.certificate._independent_calls import Map
 from lipformer.certificate._jacobian_products import detached_output
 
 
-def steepest_point(fn: Map, a: Tensor, b: Tensor, norm: str, rounds: int = 30) -> Tensor:
+def steepest_point(fn: Map, a: Tensor, b: Tensor, norm: str, rounds: int = 40) -> Tensor:
     """The midpoint of the steepest part, found by halving, of each segment from a to b.
 
     Of the two halves of a segment the one with the larger |fn(end) - fn(end')| / |end - end'|

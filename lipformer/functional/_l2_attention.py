@@ -3,7 +3,6 @@ r"""L2 self-attention on torch's fused attention kernels."""
 from __future__ import annotations
 
 import contextlib
-import math
 from contextlib import AbstractContextManager
 
 import torch
@@ -150,12 +149,7 @@ def _attend(
     temperature = d**-0.5 if scale is None else scale
     dtype = _kernel_dtype(y)
     wide = torch.promote_types(dtype, torch.float32)
-    root = (
-        math.sqrt(2 * temperature) if isinstance(temperature, (int, float)) else (2 * temperature).sqrt()
-    )
-    if isinstance(root, Tensor):
-        root = root.to(wide)
-
+    root = torch.as_tensor(2 * temperature, dtype=wide, device=y.device).sqrt()
     centre = reference_point(y, padding, is_causal=is_causal).to(wide)
     z = y.to(wide) - centre
     if padding is not None:
@@ -168,7 +162,8 @@ def _attend(
     # With dropout the weights of a row no longer sum to one; the reference point is added back with
     # the sum they have, so that the result is the dropped-out P times y, whatever the point.
     shift = centre if tokens.ones is None else out[..., tokens.ones, None] * centre
-    rows = (out[..., tokens.start : tokens.start + d] / root + shift).to(dtype)
+    rows = torch.addcmul(shift, out[..., tokens.start : tokens.start + d].to(wide), root.reciprocal())
+    rows = rows.to(dtype)
     if is_causal:
         exact = first_rows(
             y,

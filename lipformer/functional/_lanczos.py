@@ -39,7 +39,7 @@ def gram_matrix(a: Tensor) -> Tensor:
 
 
 def lanczos_steps(n: int) -> int:
-    """Lanczos steps for an n x n Gram matrix: 28 at n = 64, 40 at 512, 44 at 1024.
+    """Lanczos steps for an n x n Gram matrix: 28 at n = 65, 40 at 512, 44 at 1024.
 
     With a random start, the Ritz value of this many steps misses the square of the norm by less
     than the enlargement in `_spectral` on every spectrum we could construct (outliers of all sizes
@@ -104,7 +104,7 @@ def lanczos_vector(gram: Tensor, steps: int) -> Tensor:
         steps: dimension of the Krylov space.
 
     Returns:
-        (*, n, 1), of norm 1 up to rounding, zero where gram is zero.
+        (*, n, 1), not normalised; zero where gram is zero.
     """
     batch, n = gram.shape[:-2], gram.shape[-1]
     if batch and gram.numel() and gram.device.type == "cpu":

@@ -143,7 +143,9 @@ def replace_first_rows(rows: Tensor, exact: Tensor, padding: Tensor | None, skip
     if count == 0 or (padding is None and skipped >= count):
         return rows
     if padding is None:
-        return torch.cat([exact[..., skipped:, :], rows[..., count - skipped :, :]], dim=-2)
+        # In place: rows is a result of its own, and a second copy of it would cost time.
+        rows[..., : count - skipped, :] = exact[..., skipped:, :]
+        return rows
     positions = sample_positions(padding, count, spread=False)
     # Rows that are not asked for go to one more slot in front, which is dropped.
     slot = (positions - skipped + 1).clamp_min(0)

@@ -9,7 +9,12 @@ import torch
 from torch import Tensor
 
 from lipformer.functional._gram_iteration import GRAM
-from lipformer.functional._lanczos import gram_matrix, lanczos_steps, lanczos_vector, top_eigenvector
+from lipformer.functional._lanczos import (
+    gram_matrix,
+    lanczos_steps,
+    lanczos_vector,
+    top_eigenvector,
+)
 from lipformer.functional._rounding import bound_dtype, gram_margin, rescale, round_up, tall
 from lipformer.functional._with_gradient import Recipe, with_gradient
 
@@ -20,7 +25,7 @@ _DENSE = 64
 """Up to this size the top eigenvector of the Gram matrix itself is as quick as Lanczos."""
 
 _DENSE_ENLARGEMENT = 2.0**-24
-"""Six times the error of `top_eigenvector` in the norm at this size, and 6e-8: half a float32 ulp."""
+"""6e-8, ten times the error of `top_eigenvector` in the norm at this size: half a float32 ulp."""
 
 
 def verified_square(gram: Tensor, shift: Tensor, k: int) -> Tensor:
@@ -39,8 +44,9 @@ def verified_square(gram: Tensor, shift: Tensor, k: int) -> Tensor:
        Underflow is far below that: the largest entry of A is at least 2^-52.
 
     Where it fails, lambda <= min(||G||_F, ||G||_inf) (1 + eta), looser and always true. The two are
-    at most ||A||_F^2 and ||A||_1 ||A||_inf, so the better known bounds would add nothing. Their
-    sums of at most n^2 terms are exact to n^2 u, which eta covers beside step 1.
+    at most ||A||_F^2 and ||A||_1 ||A||_inf, so the better known bounds would add nothing. Step 1's
+    n gamma_k lambda holds for a row sum too, as the columns of A are no longer than sqrt(lambda),
+    and the sums of at most n^2 terms are exact to n^2 u: eta covers both.
 
     Args:
         gram: A^T A as computed, (*, n, n), float64; overwritten.
@@ -169,11 +175,11 @@ def spectral_norm_bound(weight: Tensor, *, method: str = "cholesky") -> Tensor:
       at most 64, where v is exact) and confirmed by a float64 Cholesky factorisation of
       mu^2 I - W^T W; where it is not confirmed, sqrt(min(||G||_F, ||G||_inf)) with G = W^T W.
     * "gram": ||(W^T W)^(2^k)||_F^(1/2^(k+1)) with k chosen for at most 1% overshoot.
-    * "svd": the largest singular value, enlarged by 1e-9 and confirmed in the same way.
+    * "svd": the largest singular value, enlarged by some 1e-9 and confirmed in the same way.
 
-    The gradient of "cholesky" and "svd" is (bound / ||W v||) u v^T, u = W v / ||W v||, with the factor
-    held constant. It is exact where v is a singular vector and the bound was confirmed; for a
-    Lanczos vector u v^T is a subgradient of the norm up to the Lanczos error. Second derivatives
+    The gradient of "cholesky" and "svd" is (bound / ||W v||) u v^T, u = W v / ||W v||, with the
+    factor held constant. It is exact where v is a singular vector and the bound was confirmed; for
+    a Lanczos vector u v^T is a subgradient of the norm up to the Lanczos error. Second derivatives
     are those of the exact norm (one float64 SVD each). Derivatives of "gram" are exact for the
     function above. Works under torch.func, torch.compile and torch.export (in compiled graphs
     first derivatives only).

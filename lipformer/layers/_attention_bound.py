@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lipformer.certificate._linear_rules import linf_norm
-from lipformer.functional import row_spread, spectral_norm_bound
+from lipformer.functional import spectral_norm_bound
 
 
 def _norm(weight: Tensor) -> Tensor:
@@ -118,13 +118,3 @@ def linf_bound_kim2021(q: Tensor, v: Tensor, o: Tensor, spreads: Tensor) -> Tens
     d = q.shape[1]
     pair = (linf_norm(q.mT) * linf_norm(q)).amax()
     return (4.0 * spreads.amax() + d**-0.5) * linf_norm(o) * pair * linf_norm(v).amax()
-
-
-def l2_bound_kim2021(q: Tensor, v: Tensor, o: Tensor, n: int) -> Tensor:
-    r"""Kim et al. 2021 in l2: the published value, for comparison and for their recipes.
-
-    .. math:: \frac{\sqrt N}{\sqrt d}(4m+1)\sqrt{\sum_h \|W_h\|^4 \|W^V_h\|^2}\,\|W^O\|
-    """
-    d = q.shape[1]
-    heads = (_norm(q) ** 4 * _norm(v) ** 2).sum().sqrt()
-    return math.sqrt(n / d) * (4.0 * row_spread(n) + 1.0) * heads * _norm(o)

@@ -101,10 +101,7 @@ def attention_bound(layer: L2MultiheadAttention, ask: Ask, head_scale: Tensor | 
         if layer.positions == "rotary":
             raise ask.refuse("rotations are no isometries in the linf norm", "norm='l2' or 'token'")
         spreads = torch.tensor(head_spreads(layer, ask), dtype=torch.float64, device=q.device)
-        value = linf_bound_lean(q, m, spreads)
-        if layer.v_proj is not None and head_scale is None:
-            v = rearrange(layer.v_proj.weight, "(h d) i -> h d i", h=layer.num_heads)
-            value = linf_bound_kim2021(q, v, layer.out_proj.weight, spreads)
+        value = linf_bound_lean(q, m, spreads) if head_scale is not None else _linf(layer, q, m, spreads)
     else:
         gains = torch.tensor(head_gains(layer, ask), dtype=torch.float64, device=q.device)
         smallest = token_bound_minimum if ask.norm == "token" else joint_bound_minimum
@@ -113,6 +110,14 @@ def attention_bound(layer: L2MultiheadAttention, ask: Ask, head_scale: Tensor | 
             gains = gains * head_scale.double()
         value = value + _folding_error(layer) * gains.amax() * q.double().norm()
     return value
+
+
+def _linf(layer: L2MultiheadAttention, q: Tensor, m: Tensor, spreads: Tensor) -> Tensor:
+    """The l_inf bound: the published one for the paper's form, its twin for the lean form."""
+    if layer.v_proj is None:
+        return linf_bound_lean(q, m, spreads)
+    v = rearrange(layer.v_proj.weight, "(h d) i -> h d i", h=layer.num_heads)
+    return linf_bound_kim2021(q, v, layer.out_proj.weight, spreads)
 
 
 def _folding_error(layer: L2MultiheadAttention) -> Tensor | float:
@@ -146,7 +151,7 @@ def contractive_head_scales(
     for norm in norms:
         per_head = torch.tensor(gains[norm], dtype=torch.float64, device=q.device)
         if norm == "linf":
-            rows.append(1.0 / positive(linf_bound_lean(q, m, per_head)).expand(layer.num_heads))
+            rows.append(1.0 / positive(_linf(layer, q, m, per_head)).expand(layer.num_heads))
         elif norm == "token":
             rows.append(1.0 / positive(joint_m * own_norms(q) * per_head))
         else:

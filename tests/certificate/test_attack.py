@@ -122,10 +122,12 @@ def spread_input(scale: float) -> Tensor:
 def test_broken_attention_has_no_constant(name: str) -> None:
     """Negative controls: the gain goes up with the size of the input, past any certificate."""
     values = [
-        attack_lipschitz(BROKEN[name], spread_input(scale), steps=20, generator=seeded(0)).value
+        attack_lipschitz(
+            BROKEN[name], spread_input(scale), steps=10, restarts=8, generator=seeded(0)
+        ).value
         for scale in (1.0, 10.0, 100.0, 1000.0)
     ]
-    assert all(after > 1.5 * before for before, after in pairwise(values))
+    assert all(after > 3 * before for before, after in pairwise(values))
     widest = max(1.0, torch.linalg.matrix_norm(torch.cat([W, W_OTHER], 1), 2).item())
     assert values[3] > 10 * widest**2 * theorem_b(N)
 
@@ -139,7 +141,9 @@ def test_sound_attention_keeps_below_its_constant(fn: Callable[..., Tensor], nam
     """
     limit = torch.linalg.matrix_norm(W, 2).item() * theorem_a(N)
     for scale in (1.0, 10.0, 100.0, 1000.0):
-        attack = attack_lipschitz(lambda x: fn(x, W), spread_input(scale), steps=20, generator=seeded(0))
+        attack = attack_lipschitz(
+            lambda x: fn(x, W), spread_input(scale), steps=10, restarts=8, generator=seeded(0)
+        )
         assert 1 <= attack.value <= limit, name
 
 
@@ -163,6 +167,12 @@ def test_the_value_is_the_local_gain_at_the_input(norm: str) -> None:
     assert len(attack.history) == 11
     assert list(attack.history) == sorted(attack.history)
     assert attack.norm == norm
+
+
+def test_one_start_is_x0() -> None:
+    attack = attack_lipschitz(one_head(False), normal(5, 2, seed=0), steps=5, restarts=1)
+    assert attack.start == "x0"
+    assert attack.history[-1] >= attack.history[0] > 0
 
 
 def test_a_generator_makes_it_reproducible() -> None:

@@ -77,11 +77,15 @@ FAMILIES: dict[str, Callable[[int, int], Tensor]] = {
     "constant": lambda m, n: torch.full((m, n), 0.1),
     "alternating": lambda m, n: torch.full((m, n), 0.1) * (-1.0) ** torch.arange(n),
     "near-degenerate pair": lambda m, n: with_values(
-        m, n, torch.cat([torch.tensor([1 + 1e-9, 1.0], dtype=F64), torch.rand(min(m, n) - 2).double()])
+        m,
+        n,
+        torch.cat([torch.tensor([1 + 1e-9, 1.0], dtype=F64), torch.rand(min(m, n) - 2).double()]),
     ),
     "clustered": lambda m, n: with_values(m, n, torch.linspace(0.97, 1, min(m, n), dtype=F64)),
     "outlier above a bulk": lambda m, n: with_values(
-        m, n, torch.cat([torch.tensor([1.02], dtype=F64), torch.linspace(0, 1, min(m, n) - 1).double()])
+        m,
+        n,
+        torch.cat([torch.tensor([1.02], dtype=F64), torch.linspace(0, 1, min(m, n) - 1).double()]),
     ),
 }
 

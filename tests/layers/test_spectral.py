@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 import lipformer as lf
 from tests.layers.battery import CertifiedLayer
+from tests.oracles import dense_jacobian
 
 
-class TestSpectralLinear(CertifiedLayer):
+class TestSpectralLinearCap(CertifiedLayer):
     least = 0.99
 
     def make(self) -> nn.Module:
@@ -22,3 +26,151 @@ class TestSpectralLinearNormalize(CertifiedLayer):
 
     def make(self) -> nn.Module:
         return lf.SpectralLinear(8, 6, coeff=2.0, mode="normalize")
+
+    @pytest.mark.slow
+    def test_compile(self) -> None:
+        super().test_compile()
+
+
+class TestSpectralBoundOnLinear(CertifiedLayer):
+    least = 0.99
+
+    def make(self) -> nn.Module:
+        return lf.spectral_bound(nn.Linear(8, 12), coeff=0.3)
+
+    @pytest.mark.slow
+    def test_compile(self) -> None:
+        super().test_compile()
+
+
+class TestSpectralBoundOnConv1d(CertifiedLayer):
+    tokens = (4, 9)  # channels and pixels
+    norms = ("l2", "linf")
+    least = 0.3
+
+    def make(self) -> nn.Module:
+        return lf.spectral_bound(nn.Conv1d(4, 6, 3, padding=1, groups=2), coeff=0.8, mode="normalize")
+
+
+class TestSpectralBoundOnConv2d(CertifiedLayer):
+    tokens = (2, 5, 4)
+    norms = ("l2", "linf")
+    least = 0.3
+
+    def make(self) -> nn.Module:
+        return lf.spectral_bound(nn.Conv2d(2, 3, 3, padding=1, stride=2), coeff=0.8)
+
+    def starts(self, module: nn.Module) -> Tensor:
+        return torch.randn(2, *self.tokens, dtype=torch.float64)  # it is linear
+
+    @pytest.mark.slow
+    def test_compile(self) -> None:
+        super().test_compile()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("mode", ["cap", "normalize"])
+@pytest.mark.parametrize("size", [1e-6, 1.0, 1e4])
+def test_the_norm_is_bounded_for_weights_of_any_size(size: float, mode: str, dtype: torch.dtype) -> None:
+    layer = lf.SpectralLinear(40, 24, coeff=0.7, mode=mode, dtype=dtype)
+    with torch.no_grad():
+        layer.parametrizations.weight.original.copy_(size * torch.randn(24, 40))
+    norm = torch.linalg.matrix_norm(layer.weight.double(), 2).item()
+    assert norm <= 0.7  # the stored weight, with no tolerance
+    if mode == "normalize" or size >= 1:
+        slack = 0.9 if dtype == torch.bfloat16 else 0.99
+        assert norm >= slack * 0.7
+    else:
+        assert torch.equal(layer.weight, layer.parametrizations.weight.original)
+
+
+def test_a_zero_weight_stays_zero() -> None:
+    for mode in ("cap", "normalize"):
+        layer = lf.SpectralLinear(4, 4, mode=mode, bias=False)
+        with torch.no_grad():
+            layer.parametrizations.weight.original.zero_()
+        layer(torch.ones(1, 4)).sum().backward()
+        assert torch.equal(layer.weight, torch.zeros(4, 4))
+        assert bool(torch.isfinite(layer.parametrizations.weight.original.grad).all())
+
+
+def test_orthogonal_start_with_the_norm_asked_for() -> None:
+    layer = lf.SpectralLinear(16, 16, coeff=0.5)
+    singular = torch.linalg.svdvals(layer.weight)
+    torch.testing.assert_close(singular, torch.full((16,), 0.5), rtol=1e-4, atol=0)
+    assert torch.equal(layer.bias, torch.zeros(16))
+
+
+@pytest.mark.parametrize("mode", ["cap", "normalize"])
+def test_gradient_flows_through_the_bound(mode: str) -> None:
+    layer = lf.SpectralLinear(3, 4, coeff=0.5, mode=mode, bias=False).double()
+    raw = (2 * torch.randn(4, 3, dtype=torch.float64)).requires_grad_()
+    assert torch.autograd.gradcheck(layer.parametrizations.weight[0], (raw,))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"padding": 1},
+        {"padding": 2, "dilation": 2},
+        {"stride": 2},
+        {"padding": 1, "groups": 2},
+        {"padding": 1, "padding_mode": "circular"},
+    ],
+    ids=str,
+)
+def test_bounded_convolution(options: dict[str, object]) -> None:
+    conv = lf.spectral_bound(nn.Conv1d(4, 4, 3, bias=False, **options), coeff=0.6, mode="normalize")
+    conv = conv.double()
+    dense = dense_jacobian(conv, torch.zeros(1, 4, 12, dtype=torch.float64))
+    assert torch.linalg.matrix_norm(dense, 2).item() <= 0.6
+    assert lf.certify(conv).bound == 0.6
+
+
+def test_frozen_computes_the_weight_once() -> None:
+    layer = lf.SpectralLinear(8, 8)
+    with lf.frozen(layer):
+        assert layer.weight is layer.weight
+        with lf.frozen(layer):
+            pass
+    assert layer.weight is not layer.weight
+    before = layer.weight
+    with torch.no_grad():
+        layer.parametrizations.weight.original.mul_(-1)
+    assert torch.equal(layer.weight, -before)
+
+
+def test_assignment_stores_the_raw_weight() -> None:
+    layer = lf.SpectralLinear(2, 2, coeff=1.0)
+    layer.weight = 3 * torch.eye(2)
+    assert torch.equal(layer.parametrizations.weight.original, 3 * torch.eye(2))
+    torch.testing.assert_close(layer.weight, torch.eye(2), rtol=1e-5, atol=0)
+
+
+def test_baking_leaves_the_parametrizations_of_others() -> None:
+    layer = parametrize.register_parametrization(nn.Linear(4, 4), "weight", nn.Tanh())
+    baked = lf.bake(nn.Sequential(layer, lf.SpectralLinear(4, 4)))
+    assert parametrize.is_parametrized(baked[0])
+    assert type(baked[1]) is nn.Linear
+    assert type(lf.SpectralLinear(4, 4).bake()) is nn.Linear
+
+
+def test_the_module_itself_is_not_baked() -> None:
+    layer = lf.SpectralLinear(4, 4)
+    before = copy.deepcopy(layer.state_dict())
+    lf.bake(layer)
+    assert parametrize.is_parametrized(layer)
+    assert all(torch.equal(before[name], value) for name, value in layer.state_dict().items())
+
+
+def test_bad_arguments_are_named() -> None:
+    with pytest.raises(ValueError, match="coeff must be positive and finite, got 0"):
+        lf.SpectralLinear(2, 2, coeff=0)
+    with pytest.raises(ValueError, match="coeff must be positive and finite, got nan"):
+        lf.spectral_bound(nn.Linear(2, 2), coeff=float("nan"))
+    with pytest.raises(ValueError, match="mode must be one of cap, normalize, got 'clip'"):
+        lf.SpectralLinear(2, 2, mode="clip")
+    with pytest.raises(ValueError, match="Linear has no tensor named 'kernel'"):
+        lf.spectral_bound(nn.Linear(2, 2), "kernel")
+    with pytest.raises(ValueError, match=r"must be a matrix .* got shape \(2,\) in Linear"):
+        lf.spectral_bound(nn.Linear(2, 2), "bias")

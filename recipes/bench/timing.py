@@ -1,0 +1,124 @@
+"""Timing of several layers against each other on a noisy machine.
+
+Load comes and goes over seconds, so two layers timed one after the other cannot be compared. Here
+each repetition runs every layer once, in a new order, and layers are compared within a repetition: the
+result is the median of those ratios, with their quartiles as the measure of what noise is left.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+# A layer that takes many times longer than the others runs in every third repetition only, so that
+# it does not use up the time of all.
+_MAX_STRIDE = 3
+_MAX_REPETITIONS = 200
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Median and quartiles of the ratios within a repetition, and how many there were."""
+
+    median: float
+    low: float
+    high: float
+    count: int
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Seconds by layer and repetition."""
+
+    seconds: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+
+    def median(self, name: str) -> float:
+        return statistics.median(self.seconds[name].values())
+
+    def best(self, name: str) -> float:
+        return min(self.seconds[name].values())
+
+    def ratio(self, over: str, under: str) -> Ratio | None:
+        """Time of ``over`` in times of ``under``; None where one of them was not measured."""
+        top, bottom = self.seconds.get(over, {}), self.seconds.get(under, {})
+        ratios = [top[i] / bottom[i] for i in sorted(top.keys() & bottom.keys())]
+        if not ratios:
+            return None
+        if len(ratios) == 1:
+            return Ratio(ratios[0], ratios[0], ratios[0], 1)
+        low, median, high = statistics.quantiles(ratios, n=4, method="inclusive")
+        return Ratio(median, low, high, len(ratios))
+
+
+def training_step(layer: nn.Module, x: Tensor) -> Callable[[Callable[[], float]], float]:
+    """The forward and backward pass of a layer, to the input's and all parameters' gradients.
+
+    Args:
+        layer: maps x to one tensor.
+        x: the input; a copy of it that requires a gradient is used.
+
+    Returns:
+        A function that runs the step once and returns what it took by the clock it is given.
+        Gradients are dropped after the clock has stopped.
+    """
+    x = x.detach().clone().requires_grad_()
+    with torch.no_grad():
+        grad = torch.randn_like(layer(x))
+
+    def step(clock: Callable[[], float]) -> float:
+        start = clock()
+        layer(x).backward(grad)
+        taken = clock() - start
+        layer.zero_grad(set_to_none=True)
+        x.grad = None
+        return taken
+
+    return step
+
+
+def interleave(
+    steps: Mapping[str, Callable[[Callable[[], float]], float]],
+    *,
+    seconds: float,
+    min_repetitions: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Samples:
+    """Runs the steps in turn until the time is used up.
+
+    Args:
+        steps: what :func:`training_step` returns, by name.
+        seconds: how long to go on, warm-up included.
+        min_repetitions: at least this many, whatever the time.
+        clock: wall-clock time, or ``time.process_time`` (sensible with one thread).
+    """
+    deadline = time.perf_counter() + seconds
+    for step in steps.values():
+        step(clock)
+    rough = {name: step(clock) for name, step in steps.items()}
+    usual = statistics.median(rough.values())
+    stride = {name: min(_MAX_STRIDE, max(1, round(t / (2 * usual)))) for name, t in rough.items()}
+    found: dict[str, dict[int, float]] = {name: {} for name in steps}
+    order = list(steps)
+    shuffle = random.Random(0).shuffle
+    collecting = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        for repetition in range(_MAX_REPETITIONS):
+            if repetition >= min_repetitions and time.perf_counter() > deadline:
+                break
+            shuffle(order)
+            for name in order:
+                if repetition % stride[name] == 0:
+                    found[name][repetition] = steps[name](clock)
+    finally:
+        if collecting:
+            gc.enable()
+    return Samples(found)

@@ -1,0 +1,199 @@
+"""What Contractive divides by: head by head, in the smallest norm, with gradients through it."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import lipformer as lf
+from lipformer.functional import l2_gain
+from tests.layers.battery import error, scrambled
+
+D, H, N = 8, 2, 5
+
+
+def attention(**options: object) -> lf.L2MultiheadAttention:
+    options = {"batch_first": True, "value_proj": False, **options}
+    made = scrambled(lf.L2MultiheadAttention(D, H, dtype=torch.float64, **options))
+    assert isinstance(made, lf.L2MultiheadAttention)
+    return made
+
+
+def tokens(n: int = N) -> Tensor:
+    return torch.randn(2, n, D, dtype=torch.float64)
+
+
+def test_one_factor_where_the_gains_are_equal() -> None:
+    """coeff / UB times the module, UB from the joint norms of docs/theory, section 2."""
+    inner, x = attention(), tokens()
+    layer = lf.Contractive(inner, 0.8, norm="l2", seq_len=N)
+    q, m = inner.q_proj.weight, inner.output_matrix().flatten(0, 1)
+    gain = max(l2_gain(N), l2_gain(N, is_causal=True))
+    norms = torch.linalg.matrix_norm(q, 2) * torch.linalg.matrix_norm(m, 2)
+    factor = 0.8 / (gain * norms.item())
+    scales = layer.scales()
+    assert scales.shape == (H,)
+    torch.testing.assert_close(scales, torch.full_like(scales, factor), rtol=1e-2, atol=0)
+    assert bool((scales <= factor).all())
+    assert error(layer(x), scales[0] * inner(x)[0]) < 1e-12
+
+
+def test_each_head_is_divided_by_its_own_gain() -> None:
+    inner = attention(causal=True, positions="alibi", slopes=(2.0, 0.05))
+    scales = lf.Contractive(inner, norm="l2", seq_len=200).scales()
+    near, far = (l2_gain(200, is_causal=True, slope=s) for s in inner.slopes)
+    assert (scales[0] / scales[1]).item() == pytest.approx(far / near)
+    assert scales[0] > 2 * scales[1]
+
+
+def test_the_smallest_of_the_norms() -> None:
+    inner = attention(causal=True)
+    free = lf.Contractive(inner, seq_len=300).scales().mean()
+    each = {
+        n: lf.Contractive(inner, norm=n, seq_len=300).scales().mean() for n in ("l2", "token", "linf")
+    }
+    assert free == max(each.values())
+    assert each["token"] == free, "at 300 tokens Theorem D is smaller than B+"
+    own = lf.Contractive(inner, norm="self", seq_len=300).scales().mean()
+    assert own > 2 * free, "Theorem E is smaller than all of them"
+
+
+def test_norms_without_a_bound_are_left_out() -> None:
+    layer = lf.Contractive(nn.Sequential(lf.BallProjection(1.0), nn.Linear(D, D)))
+    assert layer.norms == ("l2", "token")
+    assert lf.Contractive(attention(positions="rotary"), seq_len=N).norms == ("l2", "token")
+
+
+@pytest.mark.parametrize("norm", ["l2", "token", "linf"])
+@pytest.mark.parametrize("value_proj", [False, True])
+def test_gradients_flow_through_the_bound(norm: str, value_proj: bool) -> None:
+    inner = lf.L2MultiheadAttention(4, 2, batch_first=True, value_proj=value_proj, dtype=torch.float64)
+    layer = lf.Contractive(scrambled(inner, 0.5), norm=norm, seq_len=3)
+    names = [name for name, _ in layer.named_parameters()]
+    x = torch.randn(1, 3, 4, dtype=torch.float64)
+
+    def fn(x: Tensor, *weights: Tensor) -> Tensor:
+        return functional_call(layer, dict(zip(names, weights, strict=True)), (x,))
+
+    weights = [p.detach().clone().requires_grad_() for p in layer.parameters()]
+    assert torch.autograd.gradcheck(fn, (x.requires_grad_(), *weights))
+
+
+def test_second_derivatives_through_the_bound() -> None:
+    inner = lf.L2MultiheadAttention(2, 1, batch_first=True, value_proj=False, dtype=torch.float64)
+    layer = lf.Contractive(scrambled(inner, 0.5), norm="l2", seq_len=3)
+    x = torch.randn(1, 3, 2, dtype=torch.float64, requires_grad=True)
+    weight = layer.module.q_proj.weight.detach().clone().requires_grad_()
+
+    def fn(x: Tensor, weight: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            return functional_call(layer, {"module.q_proj.weight": weight}, (x,))
+
+    assert torch.autograd.gradgradcheck(fn, (x, weight))
+
+
+def test_the_size_of_the_weights_does_not_matter() -> None:
+    """Scaling M changes nothing: only its direction is left, as after any normalisation."""
+    inner, x = attention(bias=False), tokens()
+    layer = lf.Contractive(inner, norm="l2", seq_len=N)
+    before = layer(x)
+    with torch.no_grad():
+        inner.out_proj.weight.mul_(37.0)
+    assert error(layer(x), before) < 1e-9
+
+
+def test_weights_of_zero() -> None:
+    inner = attention()
+    with torch.no_grad():
+        inner.out_proj.weight.zero_()
+    layer = lf.Contractive(inner, seq_len=N)
+    out = layer(tokens())
+    assert bool(torch.isfinite(out).all())
+    out.sum().backward()
+    assert all(bool(torch.isfinite(p.grad).all()) for p in layer.parameters())
+
+
+def test_max_len_is_set() -> None:
+    inner = attention()
+    layer = lf.Contractive(nn.Sequential(lf.Residual(inner)), norm="l2", seq_len=N)
+    assert inner.max_len == N
+    with pytest.raises(ValueError, match=f"max_len is {N}, got {N + 1} tokens"):
+        layer(tokens(N + 1))
+    longer = attention(max_len=100)
+    lf.Contractive(longer, seq_len=N)
+    assert longer.max_len == N
+    with pytest.raises(lf.NotCertifiable, match=f"seq_len={N} exceeds the layer's max_len=3"):
+        lf.Contractive(attention(max_len=3), seq_len=N)
+    certificate = lf.certify(layer)
+    assert certificate.seq_len == N
+    assert certificate.domain == f"for every input of at most {N} tokens"
+    with pytest.raises(lf.NotCertifiable, match=f"seq_len=9 exceeds the layer's max_len={N}"):
+        lf.certify(layer, seq_len=9)
+
+
+def test_a_window_or_alibi_needs_no_length() -> None:
+    for options in ({"window": 4}, {"positions": "alibi"}):
+        layer = lf.Contractive(attention(causal=True, **options), norm="l2")
+        assert lf.certify(layer).bound == 0.9
+        assert lf.certify(layer).domain == "for every input"
+        assert lf.certify(layer, seq_len=10**6).bound == 0.9
+
+
+def test_dropout_counts_as_in_eval() -> None:
+    layer = lf.Contractive(attention(dropout=0.5), norm="l2", seq_len=N)
+    scales = layer.train().scales()
+    assert torch.equal(scales, layer.eval().scales())
+    stack = lf.Contractive(nn.Sequential(nn.Linear(D, D), nn.Dropout(0.5))).train()
+    assert lf.certify(stack).bound == 0.9
+
+
+def test_frozen_keeps_the_factors() -> None:
+    layer = lf.Contractive(attention(), seq_len=N)
+    with lf.frozen(layer):
+        assert layer.scales() is layer.scales()
+    assert layer.scales() is not layer.scales()
+    twin = copy.deepcopy(layer)
+    with lf.frozen(layer):
+        layer.scales()
+        scrambled(twin)
+        assert not torch.equal(twin.scales(), layer.scales())
+
+
+def test_in_another_norm_than_divided_by() -> None:
+    """Divided in one norm, the layer still has a certificate in the others, by their theorems."""
+    layer = lf.Contractive(attention(causal=True), norm="l2", seq_len=N)
+    assert lf.certify(layer, norm="l2").bound == 0.9
+    for norm in ("token", "self", "linf"):
+        assert 0 < lf.certify(layer, norm=norm).bound < math.inf
+    assert lf.certify(layer, norm="self").bound < 0.9
+
+
+def test_a_scalar_parameter() -> None:
+    class Gain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain = nn.Parameter(torch.tensor(3.0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.gain * x
+
+    @lf.register_bound(Gain)
+    def _(module: Gain, ask: lf.Ask) -> Tensor:
+        return module.gain.abs()
+
+    x = torch.randn(2, 4)
+    out = lf.Contractive(Gain(), 0.5)(x)
+    torch.testing.assert_close(out, 0.5 * x, rtol=1e-5, atol=0)
+
+
+def test_baked_inside_a_sequence() -> None:
+    """The baked model is called as the model was."""
+    model = nn.Sequential(lf.Contractive(attention(), seq_len=N), nn.Linear(D, D).double())
+    x = tokens()
+    assert error(lf.bake(model)(x), model(x)) < 1e-12
