@@ -149,12 +149,14 @@ def _attend(
     temperature = d**-0.5 if scale is None else scale
     dtype = _kernel_dtype(y)
     wide = torch.promote_types(dtype, torch.float32)
-    root = torch.as_tensor(2 * temperature, dtype=wide, device=y.device).sqrt()
+    root: Tensor | None = None
+    if isinstance(temperature, Tensor) or temperature != 0.5:
+        root = torch.as_tensor(2 * temperature, dtype=wide, device=y.device).sqrt()
     centre = reference_point(y, padding, is_causal=is_causal).to(wide)
     z = y.to(wide) - centre
     if padding is not None:
         z = z.masked_fill(padding[..., None, :, None], 0.0)
-    z = (z * root).to(dtype)
+    z = (z if root is None else z * root).to(dtype)
     tokens = augment(z, padding, slopes, row_sums=dropout_p > 0.0)
     with _backend():
         out = _kernel(tokens, queries, is_causal, window, bias, dropout_p)
@@ -162,7 +164,8 @@ def _attend(
     # With dropout the weights of a row no longer sum to one; the reference point is added back with
     # the sum they have, so that the result is the dropped-out P times y, whatever the point.
     shift = centre if tokens.ones is None else out[..., tokens.ones, None] * centre
-    rows = torch.addcmul(shift, out[..., tokens.start : tokens.start + d].to(wide), root.reciprocal())
+    rows = out[..., tokens.start : tokens.start + d].to(wide)
+    rows = rows + shift if root is None else torch.addcmul(shift, rows, root.reciprocal())
     rows = rows.to(dtype)
     if is_causal:
         exact = first_rows(

@@ -141,6 +141,8 @@ class Contractive(Freezable):
         """Step-by-step decoding of a contractive attention layer (see L2MultiheadAttention.step)."""
         if not isinstance(self.module, L2MultiheadAttention):
             raise TypeError(f"step needs L2MultiheadAttention, got {type(self.module).__name__}")
+        if self.module.causal is not True:
+            raise ValueError(f"step needs attention built with causal=True, got {self.module.causal}")
         scales = self.scales()
         return self.module.step(x, cache, key_padding_mask, head_scale=scales, bias_scale=scales.mean())
 

@@ -232,8 +232,7 @@ class L2MultiheadAttention(Bakeable):
                     f"self-attention with tied weights), got two of shapes {tuple(query.shape)} and "
                     f"{tuple(other.shape)}"
                 )
-        x = self._batched(query)
-        padding = layout.padding(key_padding_mask, x)
+        x, padding = self._batched(query, key_padding_mask)
         mask = masks.resolve(
             attn_mask,
             is_causal,
@@ -256,7 +255,7 @@ class L2MultiheadAttention(Bakeable):
                 slopes=self._slopes,
                 bias=mask.bias,
                 key_padding_mask=padding,
-                scale=self.temperature,
+                scale=0.5,
             )
             weights = weights.mean(1) if average_attn_weights else weights
             weights = weights.squeeze(0) if query.ndim == 2 else weights
@@ -277,8 +276,7 @@ class L2MultiheadAttention(Bakeable):
             bias_scale: :math:`s`, a scalar.
             key_padding_mask: as in forward.
         """
-        rows = self._batched(x)
-        padding = layout.padding(key_padding_mask, rows)
+        rows, padding = self._batched(x, key_padding_mask)
         y, angles = self._keys(rows, 0)
         heads = self._attend(y, masks.Mask(bool(self.causal), None), padding)
         return layout.unbatched(self._output(heads, angles, head_scale, bias_scale), x, self.batch_first)
@@ -306,28 +304,40 @@ class L2MultiheadAttention(Bakeable):
         """
         if self.causal is False:
             raise ValueError("step-by-step decoding is causal, but the layer has causal=False")
-        rows = self._batched(x)
+        rows, padding = self._batched(x, key_padding_mask)
         seen = 0 if cache is None else cache.seen
         if self.max_len is not None and seen + rows.shape[1] > self.max_len:
             raise ValueError(
                 f"max_len is {self.max_len}, got {seen} tokens in the cache and {rows.shape[1]} new"
             )
         y, angles = self._keys(rows, seen)
-        cache = extend(cache, y, layout.padding(key_padding_mask, rows))
+        cache = extend(cache, y, padding)
         heads = l2_attention_step(
             cache.keys,
             y.shape[-2],
             window=self.window,
             slopes=self._slopes,
             key_padding_mask=cache.padding,
-            scale=self.temperature,
+            scale=0.5,
         )
         out = layout.unbatched(self._output(heads, angles, head_scale, bias_scale), x, self.batch_first)
         return out, cache if self.window is None else cache.latest(self.window - 1)
 
+    def _root(self) -> Tensor:
+        """sqrt(2 t_h), (H, 1, 1): folded into the weights, so that it costs nothing per token."""
+        if self.log_temperature is not None:
+            return (2.0 * self.log_temperature.exp()).sqrt()[:, None, None]
+        root = math.sqrt(2.0 * self.head_dim**-0.5)
+        return self.q_proj.weight.new_full((self.num_heads, 1, 1), root)
+
     def _keys(self, x: Tensor, offset: int) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-        """Projected tokens (B, H, N, d), rotated if positions are rotary, and their angles."""
-        y = rearrange(self.q_proj(x), "b n (h d) -> b h n d", h=self.num_heads)
+        """Scaled keys sqrt(2 t) x W (B, H, N, d), rotated by rotary positions, and the angles."""
+        root = self._root().expand(-1, self.head_dim, -1).flatten(0, 1)
+        bias = self.q_proj.bias
+        if bias is not None:
+            bias = bias * root.squeeze(-1)
+        y = F.linear(x, self.q_proj.weight * root, bias)
+        y = rearrange(y, "b n (h d) -> b h n d", h=self.num_heads)
         if self.positions != "rotary":
             return y, None
         angles = rotary_angles(x.shape[1], self.head_dim, offset, x.device)
@@ -341,7 +351,7 @@ class L2MultiheadAttention(Bakeable):
             slopes=self._slopes,
             bias=mask.bias,
             key_padding_mask=padding,
-            scale=self.temperature,
+            scale=0.5,
             dropout_p=self.dropout if self.training else 0.0,
         )
 
@@ -352,25 +362,29 @@ class L2MultiheadAttention(Bakeable):
         head_scale: Tensor | None = None,
         bias_scale: Tensor | None = None,
     ) -> Tensor:
-        """Heads (B, H, N, d) to the output (B, N, D)."""
+        """Heads (B, H, N, d) of scaled keys to the output (B, N, D)."""
         if angles is not None:
             heads = rotate(heads, *angles, back=True)
-        bias: Tensor | None = self.out_proj.bias
-        joined = rearrange(heads, "b h n d -> b n (h d)")
-        if self.v_proj is None and head_scale is None:
-            return self.out_proj(joined)
         matrix = self.output_matrix()
+        factor = self._root().reciprocal()
         if head_scale is not None:
-            matrix = matrix * head_scale[:, None, None].to(matrix.dtype)
+            factor = factor * head_scale[:, None, None]
+        weight = rearrange(matrix * factor.to(matrix.dtype), "h d o -> o (h d)")
+        bias: Tensor | None = self.out_proj.bias
         if bias is not None and bias_scale is not None:
             bias = bias * bias_scale.to(bias.dtype)
-        return F.linear(joined, rearrange(matrix, "h d o -> o (h d)"), bias)
+        return F.linear(rearrange(heads, "b h n d -> b n (h d)"), weight, bias)
 
-    def _batched(self, x: Tensor) -> Tensor:
+    def _batched(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The input as (B, N, D), zero at padded tokens, and its padding (B, N) or None."""
         x = layout.batched(x, self.embed_dim, self.batch_first)
         if self.max_len is not None and x.shape[1] > self.max_len:
             raise ValueError(f"max_len is {self.max_len}, got {x.shape[1]} tokens")
-        return x
+        padding = layout.padding(mask, x)
+        if padding is not None:
+            # Whatever stands there, NaN included, must not reach the gradients of the weights.
+            x = x.masked_fill(padding.unsqueeze(-1), 0.0)
+        return x, padding
 
     def extra_repr(self) -> str:
         form = "lean" if self.v_proj is None else "paper"

@@ -11,11 +11,12 @@ from rich.table import Table
 _PLAIN_WIDTH = 120
 
 
-def _times(ratio: dict[str, Any] | None) -> str:
+def _times(ratio: dict[str, Any] | None, *, quartiles: bool) -> str:
     if ratio is None:
         return "-"
     digits = 3 if ratio["median"] < 0.2 else 2
-    return f"{ratio['median']:.{digits}f} ({ratio['low']:.{digits}f}-{ratio['high']:.{digits}f})"
+    text = f"{ratio['median']:.{digits}f}"
+    return f"{text} ({ratio['low']:.{digits}f}-{ratio['high']:.{digits}f})" if quartiles else text
 
 
 def speed_table(document: dict[str, Any]) -> Table:
@@ -29,14 +30,14 @@ def speed_table(document: dict[str, Any]) -> Table:
     table.add_column("layer")
     for n in document["lengths"]:
         table.add_column(f"N = {n}\nms", justify="right")
-        table.add_column("\n× MHA (quartiles)", justify="right")
+        table.add_column("\n× MHA", justify="right")
     for rows in zip(*document["lengths"].values(), strict=True):
         cells: list[str] = []
         for row in rows:
             if "skipped" in row:
                 cells += ["-", "-"]
             else:
-                cells += [f"{row['median_ms']:.1f}", _times(row["ratio_to_mha"])]
+                cells += [f"{row['median_ms']:.1f}", _times(row["ratio_to_mha"], quartiles=False)]
         table.add_row(rows[0]["label"], *cells)
     return table
 
@@ -57,7 +58,7 @@ def memory_table(document: dict[str, Any]) -> Table:
 
 
 def target_table(document: dict[str, Any]) -> Table:
-    """Every target, what was measured, and the verdict."""
+    """Every target, what was measured, and the verdict: unclear if a quartile contradicts it."""
     table = Table(title="targets")
     for title in ("target", "N", "measured (quartiles)", "limit", ""):
         table.add_column(title, justify="left" if title in ("target", "") else "right")
@@ -67,9 +68,9 @@ def target_table(document: dict[str, Any]) -> Table:
         table.add_row(
             target["name"],
             str(target["length"]),
-            _times(target["measured"]),
+            _times(target["measured"], quartiles=True),
             f"{sign} {target['limit']:.2f}",
-            words[target["passed"]],
+            words[target["passed"]] + (", unclear" if target["clear"] is False else ""),
         )
     return table
 

@@ -42,7 +42,11 @@ MEMORY_LIMIT = 10**9
 
 @dataclass(frozen=True)
 class Verdict:
-    """A target with what was measured; ``passed`` is None where nothing was."""
+    """A target with what was measured.
+
+    ``passed`` goes by the median. ``clear`` tells whether both quartiles agree with it; if not, the
+    machine was too busy to tell. Both are None where nothing was measured.
+    """
 
     name: str
     length: int
@@ -50,6 +54,7 @@ class Verdict:
     at_most: bool
     measured: Ratio | None
     passed: bool | None
+    clear: bool | None
 
 
 def judge(samples: Mapping[int, Samples]) -> list[Verdict]:
@@ -66,6 +71,6 @@ def judge_memory(memory: Memory | None) -> Verdict:
     """The peak of the lean layer's process in GB, against its limit."""
     name, limit = "lean form, peak memory (GB)", MEMORY_LIMIT / 1e9
     if memory is None:
-        return Verdict(name, MEMORY_LENGTH, limit, True, None, None)
+        return Verdict(name, MEMORY_LENGTH, limit, True, None, None, None)
     peak = memory.peak / 1e9
-    return Verdict(name, MEMORY_LENGTH, limit, True, Ratio(peak, peak, peak, 1), peak <= limit)
+    return Verdict(name, MEMORY_LENGTH, limit, True, Ratio(peak, peak, peak, 1), peak <= limit, True)

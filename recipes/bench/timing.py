@@ -66,21 +66,30 @@ def training_step(layer: nn.Module, x: Tensor) -> Callable[[Callable[[], float]]
 
     Returns:
         A function that runs the step once and returns what it took by the clock it is given.
-        Gradients are dropped after the clock has stopped.
+        Gradients are dropped after the clock has stopped. The first run draws the output's gradient
+        and so takes a little longer.
     """
     x = x.detach().clone().requires_grad_()
-    with torch.no_grad():
-        grad = torch.randn_like(layer(x))
+    grads: list[Tensor] = []
 
     def step(clock: Callable[[], float]) -> float:
         start = clock()
-        layer(x).backward(grad)
+        out = layer(x)
+        if not grads:
+            grads.append(torch.randn_like(out))
+        out.backward(grads[0])
         taken = clock() - start
         layer.zero_grad(set_to_none=True)
         x.grad = None
         return taken
 
     return step
+
+
+def _strides(seconds: Mapping[str, float]) -> dict[str, int]:
+    """In which repetitions a layer runs: every one, every second or every third."""
+    usual = statistics.median(seconds.values())
+    return {name: min(_MAX_STRIDE, max(1, round(t / (2 * usual)))) for name, t in seconds.items()}
 
 
 def interleave(
@@ -101,10 +110,8 @@ def interleave(
     deadline = time.perf_counter() + seconds
     for step in steps.values():
         step(clock)
-    rough = {name: step(clock) for name, step in steps.items()}
-    usual = statistics.median(rough.values())
-    stride = {name: min(_MAX_STRIDE, max(1, round(t / (2 * usual)))) for name, t in rough.items()}
     found: dict[str, dict[int, float]] = {name: {} for name in steps}
+    stride = dict.fromkeys(steps, 1)
     order = list(steps)
     shuffle = random.Random(0).shuffle
     collecting = gc.isenabled()
@@ -118,6 +125,8 @@ def interleave(
             for name in order:
                 if repetition % stride[name] == 0:
                     found[name][repetition] = steps[name](clock)
+            if repetition == 0:
+                stride = _strides({name: times[0] for name, times in found.items()})
     finally:
         if collecting:
             gc.enable()

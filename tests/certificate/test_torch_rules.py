@@ -110,30 +110,28 @@ def test_linear(shape: tuple[int, int]) -> None:
 
 
 CONVS = [
-    {"kernel_size": k, "stride": s, "dilation": d, "padding": p, "groups": g, "padding_mode": mode}
-    for k, s, d, p, g, mode in itertools.product(
-        (1, 2, 3), (1, 2, 3), (1, 2), (0, 1, 2), (1, 2), ("zeros", "circular")
-    )
+    {"kernel_size": k, "stride": s, "dilation": d, "padding": p, "groups": g}
+    for k, s, d, p, g in itertools.product((1, 2, 3), (1, 2, 3), (1, 2), (0, 1, 2), (1, 2))
 ]
 
 
+@pytest.mark.parametrize("mode", ["zeros", "circular"])
 @pytest.mark.parametrize("kernel", ["normal", "ones"])
-def test_conv1d(kernel: str) -> None:
-    """216 settings: sound, and within a factor of 3. Ones make shifted copies add up."""
+def test_conv1d(kernel: str, mode: str) -> None:
+    """108 settings: sound, and within a factor of 3. Ones make shifted copies add up."""
     for options in CONVS:
-        conv = nn.Conv1d(2, 4, bias=False, dtype=torch.float64, **options)
+        conv = nn.Conv1d(2, 4, bias=False, dtype=torch.float64, padding_mode=mode, **options)
         if kernel == "ones":
             nn.init.ones_(conv.weight)
         jacobian = dense_jacobian(conv, torch.zeros(1, 2, 7, dtype=torch.float64))
         l2, linf = torch.linalg.matrix_norm(jacobian, 2).item(), jacobian.abs().sum(-1).max().item()
         try:
             bound = lf.certify(conv).bound
-        except lf.NotCertifiable:  # a refusal is sound; it must not be the rule
-            assert options["padding_mode"] == "circular"
+        except lf.NotCertifiable:  # a refusal is sound too, where padding repeats pixels
+            assert mode == "circular"
             continue
         assert l2 <= bound * (1 + 1e-12), options
-        if options["padding_mode"] == "zeros":
-            assert bound <= 3 * l2
+        assert bound <= 3 * l2, options
         assert linf <= lf.certify(conv, norm="linf").bound * (1 + 1e-12), options
 
 

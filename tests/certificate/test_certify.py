@@ -1,0 +1,292 @@
+"""certify: refusals with a reason, the tree and its table, rules of the user's own."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize, prune
+
+import lipformer as lf
+from lipformer.certificate import _registry
+from lipformer.functional import l2_gain
+
+D, H, N = 8, 2, 6
+
+
+@pytest.fixture(autouse=True)
+def _rules_of_this_test_alone() -> Iterator[None]:
+    rules = dict(_registry._rules)
+    yield
+    _registry._rules.clear()
+    _registry._rules.update(rules)
+
+
+def refusal(module: nn.Module, **question: object) -> lf.NotCertifiable:
+    with pytest.raises(lf.NotCertifiable) as caught:
+        lf.certify(module, **question)
+    error = caught.value
+    for text in (error.reason, error.instead, error.path or "the module"):
+        assert text
+        assert text in str(error)
+    return error
+
+
+class Doubling(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+class LoudLinear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 100 * super().forward(x)
+
+
+class QuietLinear(nn.Linear):
+    """Another class, the same forward."""
+
+
+def test_dot_product_attention() -> None:
+    error = refusal(nn.Sequential(nn.Linear(D, D), nn.Sequential(nn.MultiheadAttention(D, H))))
+    assert error.path == "1.0"
+    assert "dot-product attention has no finite Lipschitz constant" in error.reason
+    assert "L2MultiheadAttention" in error.instead
+
+
+def test_an_unknown_module() -> None:
+    error = refusal(nn.Sequential(nn.ReLU(), Doubling()))
+    assert error.path == "1"
+    assert "no bound is known" in error.reason
+    assert "register_bound(Doubling)" in error.instead
+
+
+def test_dropout_in_training() -> None:
+    model = nn.Sequential(nn.Dropout(0.1), nn.Linear(D, D))
+    error = refusal(model.train())
+    assert error.path == "0"
+    assert "p=0.1" in error.reason
+    assert "eval()" in error.instead
+    assert lf.certify(model.eval()).bound > 0
+
+
+def test_attention_dropout_in_training() -> None:
+    attention = lf.L2MultiheadAttention(D, H, dropout=0.1)
+    error = refusal(attention.train(), seq_len=N)
+    assert "attention dropout of 0.1 is random in training mode" in error.reason
+    assert lf.certify(attention.eval(), seq_len=N).bound > 0
+
+
+def test_a_subclass_with_a_forward_of_its_own() -> None:
+    error = refusal(nn.Sequential(LoudLinear(D, D)))
+    assert error.path == "0"
+    assert "overrides the forward of Linear" in error.reason
+    assert "register_bound(LoudLinear)" in error.instead
+    linear = QuietLinear(D, D)
+    assert lf.certify(linear).bound >= torch.linalg.matrix_norm(linear.weight, 2).item()
+
+
+def test_a_forward_put_on_the_instance() -> None:
+    linear = nn.Linear(D, D)
+    linear.forward = lambda x: 100 * x  # type: ignore[method-assign]
+    assert "forward" in refusal(linear).reason
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
+def test_old_style_weight_hooks() -> None:
+    modules = {
+        "WeightNorm": nn.utils.weight_norm(nn.Linear(D, D)),
+        "SpectralNorm": nn.utils.spectral_norm(nn.Linear(D, D)),
+        "RandomUnstructured": prune.random_unstructured(nn.Linear(D, D), "weight", 0.5),
+    }
+    for hook, module in modules.items():
+        error = refusal(nn.Sequential(module))
+        assert error.path == "0"
+        assert f"rewritten in each forward by {hook}" in error.reason
+        assert "spectral_bound" in error.instead
+
+
+def test_parametrizations() -> None:
+    """A fixed function of the stored weight is certified by its value, one that changes is not."""
+    weight_norm = parametrizations.weight_norm(nn.Linear(D, D))
+    norm = torch.linalg.matrix_norm(weight_norm.weight, 2).item()
+    assert norm <= lf.certify(weight_norm).bound <= norm * 1.01
+    power_iteration = parametrizations.spectral_norm(nn.Linear(D, D))
+    lf.certify(power_iteration.eval())
+    refusal(power_iteration.train())  # each read of its weight is another one
+
+
+def test_a_parametrized_bias_is_no_matter() -> None:
+    on_bias = parametrize.register_parametrization(nn.Linear(D, D), "bias", nn.Tanh())
+    assert lf.certify(on_bias).bound > 0
+
+
+def test_a_length_is_needed() -> None:
+    error = refusal(nn.Sequential(lf.L2MultiheadAttention(D, H)))
+    assert "grows with the number of tokens, and none was given" in error.reason
+    assert "seq_len=N" in error.instead
+    limited = lf.L2MultiheadAttention(D, H, max_len=N)
+    assert lf.certify(limited).bound == lf.certify(limited, seq_len=N).bound
+    assert lf.certify(limited).seq_len == N
+    assert "exceeds the layer's max_len=6" in refusal(limited, seq_len=7).reason
+    for options in ({"window": 3}, {"positions": "alibi"}):
+        unlimited = lf.L2MultiheadAttention(D, H, causal=True, **options)
+        certificate = lf.certify(unlimited)
+        assert certificate.seq_len is None
+        assert certificate.domain == "for every input"
+        assert lf.certify(unlimited, seq_len=N).bound <= certificate.bound
+
+
+def test_norms_that_do_not_apply() -> None:
+    assert "no bound in the linf norm" in refusal(lf.BallProjection(1.0), norm="linf").reason
+    attention = lf.L2MultiheadAttention(D, H, positions="rotary")
+    assert "no isometries in the linf norm" in refusal(attention, seq_len=N, norm="linf").reason
+    assert "needs a causal layer" in refusal(attention, seq_len=N, norm="self").reason
+    assert "lookup of integers" in refusal(nn.Embedding(3, 4)).reason
+
+
+def test_weights_that_are_not_finite() -> None:
+    linear = nn.Linear(D, D)
+    with torch.no_grad():
+        linear.weight[0, 0] = math.nan
+    assert "finite weights" in refusal(linear).instead
+
+
+def test_bad_questions_are_named() -> None:
+    with pytest.raises(TypeError, match=r"certify takes a torch.nn.Module, got function"):
+        lf.certify(lambda x: x)
+    with pytest.raises(ValueError, match="norm must be one of l2, token, self, linf, got 'l1'"):
+        lf.certify(nn.ReLU(), norm="l1")
+    for seq_len in (0, 2.5, True):
+        with pytest.raises(ValueError, match=f"seq_len must be None or an integer >= 1, got {seq_len}"):
+            lf.certify(nn.ReLU(), seq_len=seq_len)
+    with pytest.raises(TypeError, match="register_bound takes a subclass of torch.nn.Module, got 3"):
+        lf.register_bound(3)
+
+
+def model() -> nn.Module:
+    attention = lf.L2MultiheadAttention(D, H, batch_first=True, value_proj=False)
+    block = lf.Residual(lf.Contractive(attention, 0.5, norm="l2", seq_len=N))
+    return nn.Sequential(block, lf.FeedForward(D, D), nn.Linear(D, 2))
+
+
+def test_to_dict_is_json() -> None:
+    certificate = lf.certify(model())
+    data = json.loads(json.dumps(certificate.to_dict()))
+    assert data == certificate.to_dict()
+    assert data["bound"] == certificate.bound
+    assert data["norm"] == "l2"
+    assert data["seq_len"] == N
+    assert [part["path"] for part in data["parts"]] == ["0", "1", "2"]
+    assert [part["kind"] for part in data["parts"]] == ["Residual", "FeedForward", "Linear"]
+    assert data["parts"][0]["parts"][0]["path"] == "0.branch"
+
+
+def test_print_shows_the_tree() -> None:
+    certificate = lf.certify(model())
+    lines = str(certificate).splitlines()
+    assert f"{certificate.bound:.6g}" in lines[0]
+    assert "l2 norm" in lines[0]
+    assert f"at most {N} tokens" in lines[0]
+    assert lines[1].split() == ["module", "kind", "bound", "theorem"]
+    rows = (
+        ("0", "Residual", "1.5"),
+        ("0.branch", "Contractive", "0.5"),
+        ("1.up", "SpectralLinear", "1"),
+    )
+    for path, kind, bound in rows:
+        assert any(line.split()[:3] == [path, kind, bound] for line in lines), path
+    assert len(lines) == 3 + sum(1 for _ in certificate._walk(0))
+
+
+def test_the_tree_multiplies_up() -> None:
+    certificate = lf.certify(model())
+    product = math.prod(part.bound for part in certificate.parts)
+    assert product <= certificate.bound <= product * (1 + 1e-12)
+    assert certificate.parts[0].bound == pytest.approx(1 + certificate.parts[0].parts[0].bound)
+
+
+def test_certifying_changes_nothing() -> None:
+    net = model()
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    lf.certify(net.train())
+    assert net.training
+    assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
+    assert all(parameter.grad is None for parameter in net.parameters())
+    assert all(parameter.requires_grad for parameter in net.parameters())
+
+
+def test_register_bound() -> None:
+    @lf.register_bound(Doubling)
+    def rule(module: Doubling, ask: lf.Ask) -> float:
+        ask.only("l2", "token")
+        return 2.0
+
+    assert lf.certify(Doubling()).bound == 2.0
+    assert lf.certify(nn.Sequential(Doubling(), Doubling())).bound == pytest.approx(4.0)
+    assert "no bound in the linf norm" in refusal(Doubling(), norm="linf").reason
+    x = torch.randn(2, 3)
+    torch.testing.assert_close(lf.Contractive(Doubling(), 0.5)(x), 0.5 * x)
+
+
+def test_register_bound_with_parts() -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right = nn.Linear(D, D), nn.Linear(D, D)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.left(x) + self.right(x)
+
+    @lf.register_bound(Pair)
+    def rule(module: Pair, ask: lf.Ask) -> lf.Bound:
+        parts = (ask.child(module.left, "left"), ask.child(module.right, "right"))
+        return lf.Bound(parts[0].value + parts[1].value, "a sum", parts)
+
+    certificate = lf.certify(nn.Sequential(Pair()))
+    (pair,) = certificate.parts
+    assert [part.path for part in pair.parts] == ["0.left", "0.right"]
+    assert pair.bound == pytest.approx(pair.parts[0].bound + pair.parts[1].bound)
+    assert pair.theorem == "a sum"
+
+
+@pytest.mark.parametrize("norm", ["l2", "token", "self"])
+@pytest.mark.parametrize("n", [2, 16, 64])
+def test_identity_weights_leave_the_gain(n: int, norm: str) -> None:
+    """One head, W_Q = W_out = I: the bound is l2_gain, which is at least Theorem E."""
+    causal = norm == "self"
+    layer = lf.L2MultiheadAttention(4, 1, value_proj=False, causal=causal)
+    with torch.no_grad():
+        nn.init.eye_(layer.q_proj.weight)
+        nn.init.eye_(layer.out_proj.weight)
+    bound = lf.certify(layer, seq_len=n, norm=norm).bound
+    gain = l2_gain(n, norm=norm, is_causal=causal)
+    assert gain <= bound <= gain * (1 + 1e-6)
+    assert bound >= l2_gain(n, norm="self")
+
+
+def test_the_mask_decides_the_theorem() -> None:
+    """causal=None may be called either way, so it has the larger bound; any_mask the largest."""
+    bounds = {}
+    for name, options in {
+        "causal": {"causal": True},
+        "unmasked": {"causal": False},
+        "either": {"causal": None},
+        "any": {"any_mask": True},
+        "window": {"causal": True, "window": 4},
+    }.items():
+        torch.manual_seed(0)
+        bounds[name] = lf.certify(lf.L2MultiheadAttention(D, H, **options), seq_len=64).bound
+    assert bounds["either"] == max(bounds["causal"], bounds["unmasked"])
+    assert bounds["unmasked"] < bounds["causal"] < bounds["any"]
+    assert bounds["window"] < bounds["causal"]
+
+
+def test_more_tokens_larger_bound() -> None:
+    layer = lf.L2MultiheadAttention(D, H)
+    for norm in ("l2", "token", "linf"):
+        bounds = [lf.certify(layer, seq_len=n, norm=norm).bound for n in (1, 2, 8, 64, 512)]
+        assert bounds == sorted(set(bounds))

@@ -1,0 +1,307 @@
+"""functional.l2_attention against the definition in float64, which builds the N x N matrix."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lipformer.functional import debug_checks, l2_attention, l2_attention_step, l2_attention_weights
+from tests.oracles import l2_attention_oracle
+
+B, H, N, D = 2, 3, 40, 8
+SLOPES = torch.tensor([0.5, 0.3, 0.07], dtype=torch.float64)  # two of them no powers of two
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """The tensors are tiny: on busy cores a second thread costs ten times what it brings."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def tokens(n: int = N, d: int = D, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(B, H, n, d, dtype=torch.float64).to(dtype)
+
+
+def padding(n: int = N) -> Tensor:
+    """Padded at the right in one sample, at the left and inside in the other."""
+    padded = torch.zeros(B, n, dtype=torch.bool)
+    padded[0, n - n // 3 :] = True
+    padded[1, : n // 4] = padded[1, n // 2] = True
+    return padded
+
+
+def dense_bias(n: int = N) -> Tensor:
+    """Random, some keys hidden, never a query's own."""
+    bias = torch.randn(B, H, n, n, dtype=torch.float64)
+    own = torch.eye(n, dtype=torch.bool)
+    hidden = (torch.rand(B, H, n, n) < 0.3) & ~own
+    return bias.masked_fill(hidden, -math.inf).masked_fill(own, 0.0)
+
+
+def cases(n: int = N) -> dict[str, dict[str, Any]]:
+    """Every combination of masks that has a path of its own."""
+    return {
+        "plain": {},
+        "scale": {"scale": 0.7},
+        "scale per head": {"scale": torch.tensor([0.1, 1.0, 3.0])[:, None, None]},
+        "padding": {"key_padding_mask": padding(n)},
+        "bias": {"bias": dense_bias(n)},
+        "bias of one head": {"bias": dense_bias(n)[:, :1]},
+        "shared bias": {"bias": dense_bias(n)[0, 0]},
+        "bias and padding": {"bias": dense_bias(n), "key_padding_mask": padding(n)},
+        "causal": {"is_causal": True},
+        "causal padding": {"is_causal": True, "key_padding_mask": padding(n)},
+        "causal bias": {"is_causal": True, "bias": dense_bias(n)},
+        "causal bias padding": {
+            "is_causal": True,
+            "bias": dense_bias(n),
+            "key_padding_mask": padding(n),
+        },
+        "window": {"is_causal": True, "window": 5},
+        "window of one": {"is_causal": True, "window": 1},
+        "window padding": {"is_causal": True, "window": 5, "key_padding_mask": padding(n)},
+        "window bias": {"is_causal": True, "window": 5, "bias": dense_bias(n)},
+        "wide window": {"is_causal": True, "window": n + 3},
+        "alibi": {"is_causal": True, "slopes": SLOPES},
+        "alibi padding": {"is_causal": True, "slopes": SLOPES, "key_padding_mask": padding(n)},
+        "alibi window": {"is_causal": True, "slopes": SLOPES, "window": 7},
+        "alibi bias": {"is_causal": True, "slopes": SLOPES, "bias": dense_bias(n)},
+        "all": {
+            "is_causal": True,
+            "slopes": SLOPES,
+            "window": 9,
+            "bias": dense_bias(n),
+            "key_padding_mask": padding(n),
+            "scale": torch.tensor([0.1, 1.0, 3.0])[:, None, None],
+        },
+    }
+
+
+def worst(out: Tensor, want: Tensor) -> float:
+    """The largest error relative to the largest output."""
+    assert out.shape == want.shape
+    return ((out.double() - want).abs().max() / want.abs().max()).item()
+
+
+@pytest.mark.parametrize("name", cases())
+@pytest.mark.parametrize("size", [1e-2, 1.0, 30.0])
+def test_float64(name: str, size: float) -> None:
+    y, options = size * tokens(), cases()[name]
+    assert worst(l2_attention(y, **options), l2_attention_oracle(y, **options)) <= 1e-12
+
+
+@pytest.mark.parametrize("name", cases())
+@pytest.mark.parametrize("where", ["none", "offset", "first", "middle", "last"])
+def test_float32(name: str, where: str) -> None:
+    """Also with 1e3 added to every token, and with one token 1e3 away from the others."""
+    y, options = tokens(dtype=torch.float32), cases()[name]
+    if where == "offset":
+        y = y + 1e3
+    elif where != "none":
+        y[..., {"first": 0, "middle": N // 2, "last": -1}[where], :] += 1e3
+    out = l2_attention(y, **options)
+    want = l2_attention_oracle(y, **options)
+    if where in ("none", "offset"):
+        assert worst(out, want) <= 2e-6
+        return
+    # Relative to the largest output of the tokens that are not far away.
+    assert worst(out, want) <= 2e-6
+    near = torch.ones(N, dtype=torch.bool)
+    near[{"first": 0, "middle": N // 2, "last": -1}[where]] = False
+    assert worst(out[..., near, :], want[..., near, :]) <= 2e-5
+
+
+@pytest.mark.parametrize("name", cases())
+def test_bfloat16(name: str) -> None:
+    """Against the oracle on the rounded input, relative to max |y - reference|."""
+    y, options = tokens(dtype=torch.bfloat16), cases()[name]
+    want = l2_attention_oracle(y, **options)
+    out = l2_attention(y, **options)
+    assert out.dtype == torch.bfloat16
+    spread = (y.double() - y.double().mean(-2, keepdim=True)).abs().max()
+    assert (out.double() - want).abs().max() <= 2e-2 * spread
+
+
+@pytest.mark.parametrize("name", ["plain", "padding", "causal", "alibi", "window"])
+def test_bfloat16_with_an_offset(name: str) -> None:
+    """A bfloat16 near 100 is good to 0.25: the result can be no better than the oracle so rounded."""
+    y, options = (tokens() + 100).bfloat16(), cases()[name]
+    want = l2_attention_oracle(y, **options)
+    out = l2_attention(y, **options).double()
+    spread = (y.double() - 100).abs().max()
+    ulp = (want.bfloat16().double() - want).abs().max()
+    assert (out - want).abs().max() <= 2e-2 * spread + 2 * max(ulp, 0.25)
+
+
+@pytest.mark.parametrize("name", cases())
+def test_float16(name: str) -> None:
+    y, options = tokens(dtype=torch.float16), cases()[name]
+    want = l2_attention_oracle(y, **options)
+    out = l2_attention(y, **options)
+    assert out.dtype == torch.float16
+    assert (out.double() - want).abs().max() <= 1e-2 * y.double().abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_float_types_keep_far_tokens_finite(dtype: torch.dtype) -> None:
+    """Distances up to 1e6: weights are 0 or 1, and nothing overflows."""
+    y = (1e6 * tokens()).to(dtype)
+    for is_causal in (False, True):
+        out = l2_attention(y, is_causal=is_causal)
+        assert worst(out, y.double()) <= {torch.bfloat16: 1e-2}.get(dtype, 2e-6)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 6])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_few_tokens(n: int, dtype: torch.dtype) -> None:
+    """The first rows of causal attention have a path of their own."""
+    y = tokens(n, dtype=dtype)
+    padded = torch.zeros(B, n, dtype=torch.bool)
+    padded[0, : n - 1] = True
+    for options in (
+        {},
+        {"is_causal": True},
+        {"is_causal": True, "window": 2},
+        {"is_causal": True, "slopes": SLOPES},
+        {"key_padding_mask": padded},
+        {"is_causal": True, "key_padding_mask": padded},
+        {"is_causal": True, "window": 2, "key_padding_mask": padded},
+    ):
+        want = l2_attention_oracle(y, **options)
+        assert worst(l2_attention(y, **options), want) <= {torch.float64: 1e-12}.get(dtype, 2e-6)
+    if n == 1:
+        assert worst(l2_attention(y), y.double()) <= 1e-7
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_duplicates_are_a_fixed_point(is_causal: bool) -> None:
+    y = tokens(1, dtype=torch.float32).expand(B, H, 9, D) + 1e3
+    assert worst(l2_attention(y, is_causal=is_causal), y.double()) <= 2e-7
+    y = tokens(1).expand(B, H, 9, D).clone().requires_grad_()
+    l2_attention(y, is_causal=is_causal).square().sum().backward()
+    assert bool(torch.isfinite(y.grad).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_slopes_of_another_dtype(dtype: torch.dtype) -> None:
+    """The slopes are taken as stored; no product with them is rounded to their dtype."""
+    y, options = tokens(), {"is_causal": True, "slopes": SLOPES.to(dtype)}
+    want = l2_attention_oracle(y, **options)
+    assert worst(l2_attention(y, **options), want) <= 1e-12
+    assert worst(l2_attention_weights(y, **options) @ y, want) <= 1e-12
+
+
+@pytest.mark.parametrize("n", [63, 64, 65, 127, 128, 129, 130, 300])
+@pytest.mark.parametrize("window", [1, 2, 17, 63, 64, 65, 128, 129])
+def test_window_blocks(n: int, window: int) -> None:
+    """Around the edges of the blocks that the window is cut into."""
+    y = tokens(n, 2)
+    for options in ({}, {"slopes": SLOPES, "key_padding_mask": padding(n)}):
+        options = {"is_causal": True, "window": window, **options}
+        assert worst(l2_attention(y, **options), l2_attention_oracle(y, **options)) <= 1e-12
+
+
+@pytest.mark.parametrize("name", ["plain", "causal", "padding", "alibi", "causal bias padding"])
+def test_three_hundred_tokens(name: str) -> None:
+    y, options = tokens(300, 4), cases(300)[name]
+    assert worst(l2_attention(y, **options), l2_attention_oracle(y, **options)) <= 1e-12
+    assert worst(l2_attention(y.float(), **options), l2_attention_oracle(y.float(), **options)) <= 2e-6
+
+
+@pytest.mark.parametrize("shape", [(3, 9, 4), (2, 3, 9, 4), (2, 2, 3, 9, 4), (1, 2, 2, 3, 9, 5)])
+def test_leading_dimensions(shape: tuple[int, ...]) -> None:
+    y = torch.randn(shape, dtype=torch.float64)
+    padded = torch.zeros(*shape[:-3], 9, dtype=torch.bool)
+    padded[..., -2:] = True
+    for bias in (None, dense_bias(9)[0], dense_bias(9)[0, 0]):
+        options = {"key_padding_mask": padded, "bias": bias}
+        assert worst(l2_attention(y, **options), l2_attention_oracle(y, **options)) <= 1e-12
+
+
+@pytest.mark.parametrize("name", ["plain", "padding", "causal", "window", "alibi", "all"])
+def test_weights(name: str) -> None:
+    """l2_attention_weights is the P of the output."""
+    y, options = tokens(), cases()[name]
+    weights = l2_attention_weights(y, **options)
+    assert worst(weights @ y, l2_attention_oracle(y, **options)) <= 1e-12
+    assert weights.shape == (B, H, N, N)
+
+
+@pytest.mark.parametrize("name", ["causal", "causal padding", "window", "alibi", "alibi window"])
+@pytest.mark.parametrize("queries", [1, 2, 3, N - 2, N])
+def test_last_rows(name: str, queries: int) -> None:
+    y, options = tokens(), dict(cases()[name])
+    want = l2_attention_oracle(y, **options)[..., -queries:, :]
+    del options["is_causal"]
+    assert worst(l2_attention_step(y, queries, **options), want) <= 1e-12
+
+
+def test_math_and_fused_backends_agree() -> None:
+    y, options = tokens(), cases()["alibi padding"]
+    with sdpa_kernel(SDPBackend.MATH):
+        math_out = l2_attention(y, **options)
+    assert worst(l2_attention(y, **options), math_out) <= 1e-13
+
+
+BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "rank": ({"y": torch.randn(4, 2)}, ValueError, r"at least 3 dimensions, got shape \(4, 2\)"),
+    "empty": ({"y": torch.randn(2, 0, 2)}, ValueError, r"at least one token .* got \(2, 0, 2\)"),
+    "integers": ({"y": torch.ones(1, 4, 2).long()}, TypeError, "floating-point dtype, got torch.int64"),
+    "window alone": ({"window": 2}, ValueError, "window=2 .* needs is_causal=True"),
+    "window zero": ({"window": 0, "is_causal": True}, ValueError, "integer >= 1, got 0"),
+    "window float": ({"window": 2.0, "is_causal": True}, ValueError, "integer >= 1, got 2.0"),
+    "slopes alone": ({"slopes": torch.ones(2)}, ValueError, "slopes .* need is_causal=True"),
+    "slopes shape": ({"slopes": torch.ones(3), "is_causal": True}, ValueError, r"\(2,\), got \(3,\)"),
+    "slopes sign": ({"slopes": -torch.ones(2), "is_causal": True}, ValueError, r">= 0, got \[-1"),
+    "scale": ({"scale": 0.0}, ValueError, "scale must be positive and finite, got 0.0"),
+    "scale tensor": ({"scale": -torch.ones(2, 1, 1)}, ValueError, r"scale must be positive, got \[-1"),
+    "scale shape": ({"scale": torch.ones(2)}, ValueError, r"shape \(2, 1, 1\), got shape \(2,\)"),
+    "dropout": ({"dropout_p": 1.0}, ValueError, r"dropout_p must be in \[0, 1\), got 1.0"),
+    "bias shape": ({"bias": torch.zeros(4, 5)}, ValueError, r"= \(2, 4, 4\), got \(4, 5\)"),
+    "bias dtype": ({"bias": torch.ones(4, 4).bool()}, TypeError, "floating-point tensor .* torch.bool"),
+    "own key": (
+        {"bias": torch.zeros(4, 4).fill_diagonal_(-math.inf)},
+        ValueError,
+        "query 0's own key .* every token must be allowed to attend to itself",
+    ),
+    "own key, one value": (
+        {"bias": torch.full((1, 1), -math.inf)},
+        ValueError,
+        "query 0's own key",
+    ),
+    "own key undefined": (
+        {"bias": torch.zeros(4, 4).fill_diagonal_(math.nan)},
+        ValueError,
+        "own key .* nan",
+    ),
+    "padding": ({"key_padding_mask": torch.zeros(3).bool()}, ValueError, r"\(4,\), got \(3,\)"),
+    "padding type": ({"key_padding_mask": torch.zeros(4).int()}, TypeError, "got torch.int32"),
+    "padding value": ({"key_padding_mask": torch.ones(4)}, ValueError, "only 0 and -inf, got 1.0"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_named(name: str) -> None:
+    options, kind, message = BAD[name]
+    with pytest.raises(kind, match=message):
+        l2_attention(**{"y": torch.randn(2, 4, 2), **options})
+
+
+def test_debug_checks() -> None:
+    y = torch.full((1, 3, 2), math.nan)
+    l2_attention(y)
+    with debug_checks(), pytest.raises(ValueError, match="must be finite .* 6 non-finite of 6"):
+        l2_attention(y)
+    with debug_checks(), debug_checks(False):
+        l2_attention(y)
+    with pytest.raises(ValueError, match=r"queries must be in 1..N = 3, got 4"):
+        l2_attention_step(y, 4)
