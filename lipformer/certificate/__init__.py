@@ -5,7 +5,14 @@ from lipformer.certificate._attack import Attack, attack_lipschitz
 from lipformer.certificate._certificate import Certificate, NotCertifiable
 from lipformer.certificate._estimate import Estimate, estimate_lipschitz
 from lipformer.certificate._linear_rules import conv_bound
-from lipformer.certificate._registry import Ask, Bound, certify, register_bound
+from lipformer.certificate._registry import (
+    Ask,
+    Bound,
+    certify,
+    register_bound,
+    times,
+    weighted_sum,
+)
 
 __all__ = [
     "Ask",
@@ -19,4 +26,6 @@ __all__ = [
     "conv_bound",
     "estimate_lipschitz",
     "register_bound",
+    "times",
+    "weighted_sum",
 ]

@@ -6,6 +6,7 @@ import math
 from typing import cast
 
 import torch
+import torch.nn.utils.parametrize as parametrize
 from torch import Tensor, nn
 
 from lipformer.certificate._registry import Ask, Bound, register_bound
@@ -43,7 +44,7 @@ def certified_coefficient(module: nn.Module, norm: str) -> Bound | None:
 
     A parametrization that does so has the attribute ``certified_coeff`` and is the last in its list.
     """
-    if norm == "linf" or not hasattr(module, "parametrizations"):
+    if norm == "linf" or not parametrize.is_parametrized(module, "weight"):
         return None
     chain = cast(nn.ModuleDict, module.parametrizations)["weight"]
     coeff = getattr(cast(nn.ModuleList, chain)[-1], "certified_coeff", None)
@@ -57,7 +58,7 @@ def conv_bound(
     dilation: tuple[int, ...],
     norm: str = "l2",
 ) -> Tensor:
-    r"""A bound of a convolution with zero or circular padding, any stride, dilation and groups.
+    r"""A bound of a convolution with zero padding and any stride, dilation and groups.
 
     In l2 the smaller of :math:`\sum_a \|K_a\|` over the taps :math:`a` (each tap is a matrix times a
     shift, and a shift has norm at most 1) and :math:`\sqrt{r}\,\|K\|` with the kernel as one matrix
@@ -86,12 +87,29 @@ def conv_bound(
     return torch.minimum(by_taps, by_patches) * (1.0 + (taps.shape[-1] + 4) * 2.0**-52)
 
 
+def repeats_pixels(module: nn.Conv1d | nn.Conv2d) -> bool:
+    """Whether padding lets a tap see a pixel twice, which conv_bound does not cover in l2.
+
+    Zero padding never does. Circular padding does not if the output has the input's size: stride 1
+    and 2 padding = dilation (kernel_size - 1), so that each tap is a rotation of the pixels.
+    """
+    if module.padding_mode == "zeros":
+        return False
+    if module.padding_mode != "circular" or any(s != 1 for s in module.stride):
+        return True
+    if isinstance(module.padding, str):
+        return module.padding != "same"
+    sizes = zip(module.padding, module.dilation, module.kernel_size, strict=True)
+    return any(2 * p != d * (k - 1) for p, d, k in sizes)
+
+
 def _conv_rule(module: nn.Conv1d | nn.Conv2d, ask: Ask) -> Bound:
     ask.only("l2", "linf")
-    if module.padding_mode not in ("zeros", "circular"):
+    if ask.norm == "l2" and repeats_pixels(module):
         raise ask.refuse(
-            f"padding_mode={module.padding_mode!r} repeats pixels",
-            "padding_mode='zeros' or 'circular'",
+            f"padding_mode={module.padding_mode!r} with stride={module.stride} and "
+            f"padding={module.padding!r} repeats pixels",
+            "padding_mode='zeros', or circular padding with stride 1 that keeps the size",
         )
     value = conv_bound(module.weight, module.groups, module.stride, module.dilation, ask.norm)
     known = certified_coefficient(module, ask.norm)

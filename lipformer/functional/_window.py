@@ -37,8 +37,8 @@ def window_attention(
     before[..., norm] = hidden
     key = torch.cat([before, F.pad(key, (0, 0, 0, tail))], dim=-2)
     span = block + window - 1
-    keys = key.unfold(-2, span, block).transpose(-1, -2).reshape(-1, heads * blocks, span, width)
-    queries = F.pad(query, (0, 0, 0, tail)).reshape(-1, heads * blocks, block, width)
+    keys = key.unfold(-2, span, block).transpose(-1, -2).reshape(batch, heads * blocks, span, width)
+    queries = F.pad(query, (0, 0, 0, tail)).reshape(batch, heads * blocks, block, width)
     row = torch.arange(block, device=query.device)[:, None]
     column = torch.arange(span, device=query.device)
     visible = (column >= row) & (column < row + window)

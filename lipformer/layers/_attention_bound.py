@@ -90,7 +90,7 @@ def linf_bound_lean(q: Tensor, m: Tensor, spreads: Tensor) -> Tensor:
     A head's Jacobian P + 2C + 2T has absolute row sums of at most
     :math:`1 + 2\sqrt d\,m + 2\sqrt d\,m`, since :math:`\|v\|_1 \le \sqrt d \|v\|` and each second
     moment of a row is at most m. So
-    :math:`\max_{\text{row}} \sum_h (1 + 4 \sqrt d\, m_h) \|W_h\|_\infty |M_h^\top|_{\text{row}}`.
+    :math:`\max_{\text{row}} \sum_h (1 + 4 \sqrt d\, m_h) \|W_h^\top\|_\infty |M_h^\top|_{\text{row}}`.
 
     Args:
         q: (H, d, D).

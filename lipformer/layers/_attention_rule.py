@@ -79,10 +79,10 @@ def theorem(layer: L2MultiheadAttention, norm: str) -> str:
     if norm == "self":
         return "Theorem E"
     if layer.any_mask:
-        return "Theorem C (any mask)"
+        return "Theorem C+ (any mask)"
     if layer.slopes is not None:
-        return "Theorems B, C with ALiBi"
-    return {True: "Theorem B+", False: "Theorem A+", None: "Theorems A+, B+"}[layer.causal]
+        return "Theorems B++, C+ (ALiBi)"
+    return {True: "Theorem B++", False: "Theorem A++", None: "Theorems A++, B++"}[layer.causal]
 
 
 def attention_bound(layer: L2MultiheadAttention, ask: Ask, head_scale: Tensor | None = None) -> Tensor:

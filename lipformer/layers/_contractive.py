@@ -153,7 +153,7 @@ class Contractive(Freezable):
 @register_bound(Contractive)
 def _(module: Contractive, ask: Ask) -> Bound:
     label = f"divided by its bound ({' or '.join(module.norms)})"
-    inner = replace(ask, path=f"{ask.path}.module" if ask.path else "module", as_eval=True)
+    inner = replace(ask, path=f"{ask.path}.module" if ask.path else "module")
     options = module._options()
     choice = module._choice(options)
     scales = options.index_select(0, choice).squeeze(0)

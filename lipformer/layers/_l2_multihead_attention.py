@@ -333,7 +333,7 @@ class L2MultiheadAttention(Bakeable):
     def _keys(self, x: Tensor, offset: int) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         """Scaled keys sqrt(2 t) x W (B, H, N, d), rotated by rotary positions, and the angles."""
         root = self._root().expand(-1, self.head_dim, -1).flatten(0, 1)
-        bias = self.q_proj.bias
+        bias: Tensor | None = self.q_proj.bias
         if bias is not None:
             bias = bias * root.squeeze(-1)
         y = F.linear(x, self.q_proj.weight * root, bias)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from lipformer.certificate import Ask, Bound, register_bound
-from lipformer.certificate._registry import weighted_sum
+from lipformer.certificate import Ask, Bound, register_bound, weighted_sum
 from lipformer.layers._bake import Bakeable
 from lipformer.layers._branch import call_branch
 

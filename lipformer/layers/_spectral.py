@@ -11,6 +11,7 @@ import torch.nn.utils.parametrize as parametrize
 from torch import Tensor, nn
 
 from lipformer.certificate import conv_bound
+from lipformer.certificate._linear_rules import repeats_pixels
 from lipformer.functional import spectral_norm_bound
 from lipformer.layers._bake import Bakeable, plain_linear, register_bake
 
@@ -23,7 +24,7 @@ def rounding_margin(weight: Tensor) -> float:
     Each entry of fl(W s) is off by at most eps/2, so the norm grows by at most
     eps/2 ||W||_F <= eps/2 sqrt(rank) ||W||; the rounding of s itself is a few eps more.
     """
-    rank = min(weight.shape[0], math.prod(weight.shape[1:]))
+    rank = min(weight.shape[0], math.prod(weight.shape[1:])) if weight.ndim else 1
     return torch.finfo(weight.dtype).eps * (0.5 * math.sqrt(rank) + 4.0)
 
 
@@ -100,6 +101,12 @@ def spectral_bound(
         raise ValueError(f"{type(module).__name__} has no tensor named {name!r}")
     measure: Callable[[Tensor], Tensor] = spectral_norm_bound
     if isinstance(module, (nn.Conv1d, nn.Conv2d)) and name == "weight":
+        if repeats_pixels(module):
+            raise ValueError(
+                "a convolution needs padding_mode='zeros', or circular padding with stride 1 that keeps "
+                f"the size, got padding_mode={module.padding_mode!r}, stride={module.stride}, "
+                f"padding={module.padding!r}"
+            )
         measure = partial(
             conv_bound, groups=module.groups, stride=module.stride, dilation=module.dilation
         )

@@ -226,7 +226,7 @@ def test_softmax() -> None:
     assert lf.certify(nn.Softmax(dim=-2)).bound == 0.5
 
 
-@pytest.mark.parametrize("activation", ["relu", "gelu", nn.GELU(approximate="tanh"), nn.Tanh()], ids=str)
+@pytest.mark.parametrize("activation", ["relu", "gelu", nn.Tanh()], ids=str)
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_transformer_encoder_layer(norm_first: bool, activation: Any) -> None:
     layer = nn.TransformerEncoderLayer(
@@ -234,12 +234,12 @@ def test_transformer_encoder_layer(norm_first: bool, activation: Any) -> None:
     )
     layer.self_attn = lf.L2MultiheadAttention(4, 2, batch_first=True, value_proj=False)
     layer = layer.double().eval()
+    x = torch.randn(1, 3, 4, dtype=torch.float64)
+    attack = lf.attack_lipschitz(layer, x, steps=4, restarts=4)
+    found = gains(dense_jacobian(layer, attack.input), 3, 4)
     for norm in ("l2", "token", "linf"):
         bound = lf.certify(layer, seq_len=3, norm=norm).bound
-        attack = lf.attack_lipschitz(
-            layer, torch.randn(1, 3, 4, dtype=torch.float64), norm=norm, steps=5, restarts=4
-        )
-        assert 0.02 * bound * (norm == "l2") <= attack.value <= bound * (1 + 1e-9)
+        assert 0.005 * bound <= found[norm] <= bound * (1 + 1e-9), norm
 
 
 def test_containers_compose() -> None:

@@ -181,7 +181,7 @@ class CertifiedLayer:
             def fn(x: Tensor, variant: str = variant) -> Tensor:
                 return self.call(module, x, variant)
 
-            attack = lf.attack_lipschitz(fn, x0, norm=norm, steps=8, restarts=6)
+            attack = lf.attack_lipschitz(fn, x0, norm=norm, steps=6, restarts=5)
             jacobian = dense_jacobian(fn, attack.input)[None]
             found = largest_gain(jacobian, norm, self.tokens[0])
             bound = self.bound(module, norm)
