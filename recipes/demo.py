@@ -126,14 +126,15 @@ def draw(
     gains: dict[str, list[float]],
     path: Path,
 ) -> None:
-    """Saves the two pictures side by side."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    """Saves the three pictures side by side."""
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
     step, loss, bound, gain = zip(*history, strict=True)
     left.semilogy(step, bound, "o-", label="certified constant")
     left.semilogy(step, gain, "s-", label="attack reaches")
-    left.semilogy(step, loss, "^-", label="bits per character")
-    left.set(xlabel="step", title="A Transformer and its constant")
+    left.set(xlabel="step", ylabel="gain, l2 norm", title="From embedded characters to logits")
     left.legend()
+    middle.plot(step, loss, "^-")
+    middle.set(xlabel="step", ylabel="held-out bits per character", title="What it has learnt")
     for name, values in gains.items():
         right.loglog(scales, values, "--" if "certified" in name else "o-", label=name)
     right.set(xlabel="scale of the input", ylabel="local gain", title="One attention layer")

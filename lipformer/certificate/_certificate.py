@@ -45,6 +45,10 @@ class Certificate:
             "parts": [part.to_dict() for part in self.parts],
         }
 
+    def __float__(self) -> float:
+        """The bound."""
+        return self.bound
+
     def __str__(self) -> str:
         """A table of the tree: module path, kind, bound, theorem."""
         rows = [("module", "kind", "bound", "theorem")]

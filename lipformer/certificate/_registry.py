@@ -120,11 +120,23 @@ def bound_of(module: nn.Module, ask: Ask) -> Bound:
         _refuse_weight_hooks(module, ask)
         found = rule(module, ask)
         bound = found if isinstance(found, Bound) else Bound(found)
+        _check_value(bound.value, kind)
         return replace(bound, path=ask.path, kind=kind)
     raise ask.refuse(
         "no bound is known for this class",
         f"a module from the README's table, or lipformer.register_bound({kind})",
     )
+
+
+def _check_value(value: object, kind: str) -> None:
+    """Raises unless a rule returned a number that can be a bound."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number and not (isinstance(value, Tensor) and value.numel() == 1):
+        raise TypeError(
+            f"the rule of {kind} must return a number, a scalar tensor or a Bound, got {value!r}"
+        )
+    if number and not value >= 0:  # type: ignore[operator]
+        raise ValueError(f"the rule of {kind} must return a bound >= 0, got {value!r}")
 
 
 def _refuse_weight_hooks(module: nn.Module, ask: Ask) -> None:
@@ -196,7 +208,10 @@ def _finish(bound: Bound, norm: str, seq_len: int | None, parent: str) -> Certif
     path = bound.path or parent
     if not (0.0 <= value < math.inf):
         raise NotCertifiable(
-            path, bound.kind, f"its bound is {value}", "finite weights and a finite seq_len"
+            path,
+            bound.kind,
+            f"its bound is {value}",
+            "finite weights, or a rule that returns a finite bound",
         )
     domain = "for every input" if seq_len is None else f"for every input of at most {seq_len} tokens"
     return Certificate(

@@ -69,6 +69,18 @@ register_bound(nn.LayerNorm)(norm_layer_bound)
 register_bound(nn.RMSNorm)(norm_layer_bound)
 
 
+def _batch_norm_rule(module: nn.BatchNorm1d | nn.BatchNorm2d, ask: Ask) -> Bound:
+    if module.training or module.running_var is None:
+        raise ask.refuse("it divides by statistics of the batch", "model.eval() with running statistics")
+    gamma = 1.0 if module.weight is None else module.weight.double().abs()
+    value = (gamma / (module.running_var.double() + module.eps).sqrt()).amax()
+    return Bound(value * ROUND_UP**4, "max|gamma| / sqrt(running variance + eps)")
+
+
+register_bound(nn.BatchNorm1d)(_batch_norm_rule)
+register_bound(nn.BatchNorm2d)(_batch_norm_rule)
+
+
 @register_bound(nn.MultiheadAttention)
 def _(module: nn.MultiheadAttention, ask: Ask) -> Bound:
     raise ask.refuse(
@@ -89,7 +101,8 @@ def _(module: nn.Embedding, ask: Ask) -> Bound:
 def _(module: nn.TransformerEncoderLayer, ask: Ask) -> Bound:
     slope = slope_of_function(module.activation)
     if slope is not None:
-        activation = Bound(slope, "largest slope", path=f"{ask.path}.activation", kind="function")
+        name = getattr(module.activation, "__name__", "function")
+        activation = Bound(slope, "largest slope", path=f"{ask.path}.activation", kind=name)
     elif isinstance(module.activation, nn.Module):
         activation = ask.child(module.activation, "activation")
     else:

@@ -82,7 +82,8 @@ def resolve(
                 return Mask(True, None)
     if not any_mask:
         raise ValueError(
-            "attn_mask is neither empty nor the causal mask that this layer is certified for "
+            "attn_mask is neither empty nor the causal mask (True or -inf above the diagonal, nothing "
+            "elsewhere) that this layer is certified for "
             f"(causal={causal}, any_mask=False); pass is_causal=True for a causal mask under "
             "torch.compile, or build the layer with any_mask=True, whose certificate covers every "
             "mask that leaves each token its own key"

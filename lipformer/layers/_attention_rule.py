@@ -35,7 +35,7 @@ def length(layer: L2MultiheadAttention, ask: Ask) -> float:
     if layer.window is None and layer.slopes is None:
         raise ask.refuse(
             "the gain of attention grows with the number of tokens, and none was given",
-            "certify(..., seq_len=N), or a layer with max_len=N, a window, or positions='alibi'",
+            "seq_len=N, or a layer with max_len=N, a window, or positions='alibi'",
         )
     return math.inf
 

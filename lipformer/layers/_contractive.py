@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lipformer.certificate import Ask, Bound, NotCertifiable, register_bound
 from lipformer.certificate._registry import bound_of, check_norm, check_seq_len
+from lipformer.functional._checks import tracing
 from lipformer.layers._attention_bake import bake_attention
 from lipformer.layers._attention_bound import positive
 from lipformer.layers._attention_rule import (
@@ -30,7 +31,7 @@ _CHOICES = ("l2", "token", "linf")
 
 
 class Contractive(Freezable):
-    r""":math:`\frac{c}{UB(f)} f`, of constant at most c, with UB the certified bound of f.
+    r""":math:`\frac{c}{UB(f)} f`, of constant at most c in the norm of UB, the certified bound of f.
 
     UB is recomputed in every forward pass and gradients flow through it. L2 attention is divided head
     by head, each by its own gain (docs/theory, section 2), so that heads of short range are hardly
@@ -41,12 +42,12 @@ class Contractive(Freezable):
             window or ALiBi.
         coeff: :math:`c > 0`.
         norm: "l2", "token", "linf", "self" (causal modules), or None for whichever of the first three
-            has the smallest bound.
+            has the smallest bound; in the other norms the constant may then exceed c.
         seq_len: the largest number of tokens; attention inside takes it as its max_len.
 
     Example:
         >>> import lipformer as lf
-        >>> layer = lf.Contractive(lf.L2MultiheadAttention(16, 4, max_len=64), coeff=0.9)
+        >>> layer = lf.Contractive(lf.L2MultiheadAttention(16, 4, max_len=64), coeff=0.9, norm="l2")
         >>> lf.certify(layer).bound
         0.9
     """
@@ -152,11 +153,11 @@ class Contractive(Freezable):
 
 @register_bound(Contractive)
 def _(module: Contractive, ask: Ask) -> Bound:
-    label = f"divided by its bound ({' or '.join(module.norms)})"
     inner = replace(ask, path=f"{ask.path}.module" if ask.path else "module")
     options = module._options()
     choice = module._choice(options)
     scales = options.index_select(0, choice).squeeze(0)
+    divided = " or ".join(module.norms) if tracing() else module.norms[int(choice)]
     if isinstance(module.module, L2MultiheadAttention):
         value = attention_bound(module.module, inner, scales)
     else:
@@ -165,7 +166,7 @@ def _(module: Contractive, ask: Ask) -> Bound:
         # In the norm that it was divided by, the constant is known without a second bound.
         chosen = (choice == module.norms.index(ask.norm)).squeeze(0)
         value = torch.where(chosen, module.coeff, value)
-    return Bound(value, label)
+    return Bound(value, f"divided by its {divided} bound")
 
 
 @register_bake(Contractive)

@@ -33,6 +33,8 @@ class FeedForward(nn.Sequential, Bakeable):
         dropout: float = 0.0,
         bias: bool = True,
     ) -> None:
+        if activation is None and hidden % 2:
+            raise ValueError(f"hidden must be even for MaxMin, got {hidden}")
         up: nn.Module
         down: nn.Module
         if coeff is None:

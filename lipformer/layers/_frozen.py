@@ -45,6 +45,8 @@ def frozen(module: nn.Module) -> Iterator[None]:
         ...     layer.weight is layer.weight
         True
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"frozen takes a torch.nn.Module, got {type(module).__name__}")
     parts = [m for m in module.modules() if isinstance(m, Freezable) and not m._freezing]
     for part in parts:
         part._freezing = True

@@ -35,10 +35,14 @@ def extend(cache: KeyCache | None, keys: Tensor, padding: Tensor | None) -> KeyC
     """The cache with new keys (B, H, T', d) and their padding (B, T') appended."""
     if cache is None:
         return KeyCache(keys, keys.shape[-2], padding)
+    if not isinstance(cache, KeyCache):
+        raise TypeError(
+            f"cache must be None or the KeyCache of the step before, got {type(cache).__name__}"
+        )
     if cache.keys.shape[0] != keys.shape[0]:
         raise ValueError(
             f"the cache holds a batch of {cache.keys.shape[0]}, the new tokens are a batch of "
-            f"{keys.shape[0]}"
+            f"{keys.shape[0]}; one new token per sample has shape (B, 1, D)"
         )
     if padding is not None or cache.padding is not None:
         old = _or_valid(cache.padding, cache.keys)

@@ -116,7 +116,9 @@ class L2MultiheadAttention(Bakeable):
             raise ValueError(f"slopes need positions='alibi', got positions={positions!r}")
         if max_len is not None and max_len < 1:
             raise ValueError(f"max_len must be None or >= 1, got {max_len!r}")
-        check_window(window, causal is True)
+        if window is not None and causal is not True:
+            raise ValueError(f"window={window} needs causal=True, got causal={causal}")
+        check_window(window, True)
         head_dim = embed_dim // num_heads
         if positions == "rotary" and head_dim % 2:
             raise ValueError(f"positions='rotary' needs an even head width, got {head_dim}")

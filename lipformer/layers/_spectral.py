@@ -99,6 +99,11 @@ def spectral_bound(
     weight = getattr(module, name, None)
     if not isinstance(weight, Tensor):
         raise ValueError(f"{type(module).__name__} has no tensor named {name!r}")
+    if parametrize.is_parametrized(module, name) and any(
+        isinstance(part, SpectralBound)
+        for part in module.get_submodule(f"parametrizations.{name}").children()
+    ):
+        raise ValueError(f"{name} of {type(module).__name__} has a spectral bound already")
     measure: Callable[[Tensor], Tensor] = spectral_norm_bound
     if isinstance(module, (nn.Conv1d, nn.Conv2d)) and name == "weight":
         if repeats_pixels(module):

@@ -62,8 +62,13 @@ def judge(samples: Mapping[int, Samples]) -> list[Verdict]:
     verdicts = []
     for target in TARGETS:
         ratio = samples.get(target.length, Samples()).ratio(target.over, target.under)
-        passed = None if ratio is None else target.kept(ratio.median)
-        verdicts.append(Verdict(target.name, target.length, target.limit, target.at_most, ratio, passed))
+        passed = clear = None
+        if ratio is not None:
+            passed = target.kept(ratio.median)
+            clear = target.kept(ratio.low) == target.kept(ratio.high)
+        verdicts.append(
+            Verdict(target.name, target.length, target.limit, target.at_most, ratio, passed, clear)
+        )
     return verdicts
 
 

@@ -239,7 +239,7 @@ def test_transformer_encoder_layer(norm_first: bool, activation: Any) -> None:
     found = gains(dense_jacobian(layer, attack.input), 3, 4)
     for norm in ("l2", "token", "linf"):
         bound = lf.certify(layer, seq_len=3, norm=norm).bound
-        assert 0.005 * bound <= found[norm] <= bound * (1 + 1e-9), norm
+        assert 1.0 <= found[norm] <= bound * (1 + 1e-9), norm
 
 
 def test_containers_compose() -> None:

@@ -259,6 +259,13 @@ class CertifiedLayer:
             out.float().square().mean().backward()
             assert all(bool(torch.isfinite(p.grad).all()) for p in module.parameters())
 
+    def test_inference_mode(self) -> None:
+        module, x = self.made().eval(), self.inputs()
+        expected, bound = self.call(module, x), self.bound(module)
+        with torch.inference_mode():
+            assert torch.equal(self.call(module, x), expected)
+            assert self.bound(module) == bound
+
     def test_functional_call(self) -> None:
         module, other = self.made(), self.made(seed=1)
         state = {**dict(other.named_parameters()), **dict(other.named_buffers())}

@@ -187,3 +187,14 @@ def test_wrappers_pass_the_padding_on() -> None:
     torch.testing.assert_close(scaled, want * contractive.scales().float())
     token_wise = nn.Linear(D, D)
     assert torch.equal(lf.Residual(token_wise)(x, padded), x + token_wise(x))
+
+
+def test_wrappers_pass_the_padding_on_to_torchs_layers() -> None:
+    """Torch calls it src_key_padding_mask: dropping it would let padded tokens in."""
+    inner = nn.TransformerEncoderLayer(D, H, 16, dropout=0.0, batch_first=True)
+    inner.self_attn = lf.L2MultiheadAttention(D, H, batch_first=True)
+    nn.init.normal_(inner.self_attn.q_proj.weight)
+    x = torch.randn(B, N, D)
+    padded = torch.zeros(B, N, dtype=torch.bool)
+    padded[:, 4:] = True
+    assert torch.equal(lf.Residual(inner)(x, padded), x + inner(x, src_key_padding_mask=padded))

@@ -155,3 +155,15 @@ def test_projections_normalised_at_every_moment() -> None:
     for linear in (attention.q_proj, attention.v_proj, attention.out_proj):
         norm = torch.linalg.matrix_norm(linear.weight, 2).item()
         assert 0.49 <= norm <= 0.5
+
+
+@pytest.mark.parametrize("options", [{"positions": "alibi"}, {"proj_coeff": 1.0}], ids=str)
+def test_built_on_the_meta_device(options: dict[str, object]) -> None:
+    """to_empty leaves everything undefined; reset_parameters makes the layer whole."""
+    made = lf.L2MultiheadAttention(D, H, batch_first=True, causal=True, device="meta", **options)
+    made = made.to_empty(device="cpu")
+    for tensor in (*made.parameters(), *made.buffers()):
+        torch.nn.init.constant_(tensor, math.nan)
+    made.reset_parameters()
+    assert bool(torch.isfinite(made(torch.randn(B, N, D))[0]).all())
+    assert lf.certify(made, seq_len=N).bound > 0

@@ -146,11 +146,14 @@ def test_a_window_or_alibi_needs_no_length() -> None:
 
 
 def test_dropout_counts_as_in_eval() -> None:
-    layer = lf.Contractive(attention(dropout=0.5), norm="l2", seq_len=N)
-    scales = layer.train().scales()
-    assert torch.equal(scales, layer.eval().scales())
-    stack = lf.Contractive(nn.Sequential(nn.Linear(D, D), nn.Dropout(0.5))).train()
-    assert lf.certify(stack).bound == 0.9
+    """The factors are those of eval mode in either mode; in training there is no certificate."""
+    for module in (attention(dropout=0.5), nn.Sequential(nn.Linear(D, D), nn.Dropout(0.5))):
+        layer = lf.Contractive(module, norm="l2", seq_len=N)
+        scales = layer.train().scales()
+        assert torch.equal(scales, layer.eval().scales())
+        assert lf.certify(layer).bound == 0.9
+        with pytest.raises(lf.NotCertifiable, match="random in training mode"):
+            lf.certify(layer.train())
 
 
 def test_frozen_keeps_the_factors() -> None:

@@ -55,6 +55,7 @@ class TestPaper(AttentionBattery):
     attacked = (*EVERY_NORM, ("l2", "causal"))
 
     @pytest.mark.slow
+    @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # as inductor is imported
     def test_inductor(self) -> None:
         module, x = self.made(), self.inputs()
         torch._dynamo.reset()
@@ -124,3 +125,32 @@ class TestAnyMask(AttentionBattery):
 class TestNormalisedProjections(AttentionBattery):
     options: ClassVar[dict[str, Any]] = {"proj_coeff": 0.7, "causal": True}
     norms = ("l2", "token", "linf", "self")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_heads_of_very_different_size(seed: int) -> None:
+    """One head reads or writes a hundred times more than another: the smallest way of writing wins."""
+    torch.manual_seed(seed)
+    heads, width, n = 3, 1 + seed % 3, 5
+    layer = lf.L2MultiheadAttention(
+        heads * width,
+        heads,
+        batch_first=True,
+        value_proj=seed % 2 == 0,
+        causal=True,
+        dtype=torch.float64,
+    )
+    with torch.no_grad():
+        layer.q_proj.weight.normal_()
+        reads, writes = (10 ** torch.randn(heads).repeat_interleave(width) for _ in range(2))
+        layer.q_proj.weight.mul_(reads[:, None])
+        layer.out_proj.weight.mul_(writes)
+    contractive = lf.Contractive(layer, 0.9, norm="l2", seq_len=n)
+    x = torch.randn(1, n, heads * width, dtype=torch.float64)
+    for norm in ("l2", "token", "self"):
+        attack = lf.attack_lipschitz(
+            lambda x: layer(x, need_weights=False)[0], x, norm=norm, steps=4, restarts=4
+        )
+        assert attack.value <= lf.certify(layer, seq_len=n, norm=norm).bound * (1 + 1e-9)
+        attacked = lf.estimate_lipschitz(contractive, attack.input, norm=norm).value
+        assert attacked <= lf.certify(contractive, norm=norm).bound * (1 + 1e-9)

@@ -140,6 +140,23 @@ def test_frozen_computes_the_weight_once() -> None:
     assert torch.equal(layer.weight, -before)
 
 
+def test_frozen_leaves_other_modules_alone() -> None:
+    one, other = lf.SpectralLinear(4, 4), lf.SpectralLinear(4, 4)
+    with lf.frozen(one):
+        before = other.weight.clone()
+        with torch.no_grad():
+            other.parametrizations.weight.original.mul_(-1)
+        assert torch.equal(other.weight, -before)
+
+
+def test_reset_parameters_draws_new_weights() -> None:
+    layer = lf.SpectralLinear(8, 8, coeff=0.5)
+    before = layer.weight.clone()
+    layer.reset_parameters()
+    assert not torch.equal(layer.weight, before)
+    assert torch.linalg.svdvals(layer.weight).min().item() == pytest.approx(0.5, rel=1e-4)
+
+
 def test_assignment_stores_the_raw_weight() -> None:
     layer = lf.SpectralLinear(2, 2, coeff=1.0)
     layer.weight = 3 * torch.eye(2)
