@@ -19,6 +19,12 @@ SILU_SLOPE = 1.0998394
 MISH_SLOPE = 1.0885
 SELU_SLOPE = 1.7580994
 
+
+def _at_least_one(slope: float) -> float:
+    """max(1, |slope|), and NaN if the slope is."""
+    return 1.0 if abs(slope) <= 1.0 else abs(slope)
+
+
 _SLOPES: dict[type[nn.Module], float | Callable[..., float]] = {
     nn.Identity: 1.0,
     nn.ReLU: 1.0,
@@ -27,7 +33,8 @@ _SLOPES: dict[type[nn.Module], float | Callable[..., float]] = {
     nn.Hardtanh: 1.0,
     nn.Tanhshrink: 1.0,
     nn.Softsign: 1.0,
-    nn.Softplus: 1.0,
+    # Beyond its threshold torch's softplus is the identity; at 20 the jump there is 2e-9.
+    nn.Softplus: lambda m: 1.0 if m.threshold >= 20 and m.beta > 0 else math.inf,
     nn.LogSigmoid: 1.0,
     nn.Softshrink: 1.0,
     nn.Sigmoid: 0.25,
@@ -37,9 +44,9 @@ _SLOPES: dict[type[nn.Module], float | Callable[..., float]] = {
     nn.Mish: MISH_SLOPE,
     nn.SELU: SELU_SLOPE,
     nn.GELU: lambda m: GELU_SLOPE if m.approximate == "none" else GELU_TANH_SLOPE,
-    nn.LeakyReLU: lambda m: max(1.0, abs(m.negative_slope)),
-    nn.PReLU: lambda m: max(1.0, float(m.weight.detach().abs().max())),
-    nn.ELU: lambda m: max(1.0, abs(m.alpha)),
+    nn.LeakyReLU: lambda m: _at_least_one(m.negative_slope),
+    nn.PReLU: lambda m: _at_least_one(float(m.weight.detach().abs().max())),
+    nn.ELU: lambda m: _at_least_one(m.alpha),
     nn.CELU: lambda m: 1.0 if m.alpha > 0 else math.inf,
 }
 

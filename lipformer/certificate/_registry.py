@@ -29,6 +29,7 @@ class Bound:
         parts: the bounds it was composed from.
         path: filled in by the registry.
         kind: filled in by the registry.
+        keeps_tokens: False if the output may have more tokens than the input.
     """
 
     value: float | Tensor
@@ -36,6 +37,7 @@ class Bound:
     parts: tuple[Bound, ...] = ()
     path: str = ""
     kind: str = ""
+    keeps_tokens: bool = True
 
 
 @dataclass(frozen=True)
@@ -117,11 +119,12 @@ def bound_of(module: nn.Module, ask: Ask) -> Bound:
                 f"it overrides the forward of {cls.__name__}, whose bound may no longer hold",
                 f"lipformer.register_bound({kind})",
             )
-        _refuse_weight_hooks(module, ask)
+        _refuse_hooks(module, ask)
         found = rule(module, ask)
         bound = found if isinstance(found, Bound) else Bound(found)
         _check_value(bound.value, kind)
-        return replace(bound, path=ask.path, kind=kind)
+        value = bound.value.double() if isinstance(bound.value, Tensor) else float(bound.value)
+        return replace(bound, value=value, path=ask.path, kind=kind)
     raise ask.refuse(
         "no bound is known for this class",
         f"a module from the README's table, or lipformer.register_bound({kind})",
@@ -139,15 +142,27 @@ def _check_value(value: object, kind: str) -> None:
         raise ValueError(f"the rule of {kind} must return a bound >= 0, got {value!r}")
 
 
-def _refuse_weight_hooks(module: nn.Module, ask: Ask) -> None:
-    """Old-style weight_norm, spectral_norm and prune rewrite the weight in each forward."""
-    for hook in module._forward_pre_hooks.values():
-        if type(hook).__module__.startswith("torch.nn.utils."):
+def _refuse_hooks(module: nn.Module, ask: Ask) -> None:
+    """Hooks and replaced forwards can change what a module computes; torch.distributed's do not."""
+    if "forward" in module.__dict__:
+        raise ask.refuse(
+            "its forward was replaced on the instance", f"lipformer.register_bound({ask.kind})"
+        )
+    for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+        origin = getattr(hook, "__module__", None) or type(hook).__module__
+        if not origin.startswith("torch.distributed"):
+            name = getattr(hook, "__name__", type(hook).__name__)
             raise ask.refuse(
-                f"its weight is rewritten in each forward by {type(hook).__name__}, "
-                "so the weight seen now may not be the one used",
-                "lipformer.spectral_bound or torch.nn.utils.parametrizations",
+                f"the forward hook {name} may change its weights, input or output",
+                "removing the hook; for weights lipformer.spectral_bound or torch's parametrizations",
             )
+
+
+def _refuse_non_finite(module: nn.Module) -> None:
+    """NaN or infinite numbers in a module make every constant meaningless."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise NotCertifiable(name, "tensor", "it is not finite", "finite weights")
 
 
 def check_norm(norm: str) -> None:
@@ -197,6 +212,7 @@ def certify(module: nn.Module, *, seq_len: int | None = None, norm: str = "l2") 
         raise TypeError(f"certify takes a torch.nn.Module, got {type(module).__name__}")
     check_norm(norm)
     check_seq_len(seq_len)
+    _refuse_non_finite(module)
     bound = bound_of(module, Ask(norm, seq_len))
     limits = [limit for part in module.modules() if (limit := getattr(part, "max_len", None))]
     return _finish(bound, norm, min(limits, default=None) if seq_len is None else seq_len, "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -20,7 +21,15 @@ from lipformer.certificate._registry import (
 
 @register_bound(nn.Sequential)
 def _(module: nn.Sequential, ask: Ask) -> Bound:
-    return times(*(ask.child(child, name) for name, child in module.named_children()))
+    # Not named_children(), which leaves out a module's second use.
+    parts = []
+    for name, child in module._modules.items():
+        if child is not None:
+            part = ask.child(child, name)
+            parts.append(part)
+            if not part.keeps_tokens:
+                ask = replace(ask, seq_len=None)
+    return times(*parts)
 
 
 def _dropout_rule(module: nn.Dropout, ask: Ask) -> Bound:
@@ -37,7 +46,7 @@ for _cls in (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropo
 
 def _reshape_rule(module: nn.Module, ask: Ask) -> Bound:
     ask.only("l2", "linf", instead="norm='l2', since a reshape may merge tokens")
-    return Bound(1.0, "rearrangement of entries")
+    return Bound(1.0, "rearrangement of entries", keeps_tokens=False)
 
 
 register_bound(nn.Flatten)(_reshape_rule)
@@ -53,9 +62,8 @@ def norm_layer_bound(module: nn.LayerNorm | nn.RMSNorm, ask: Ask) -> Bound:
     """
     if len(module.normalized_shape) > 1:
         ask.only("l2", "linf", instead="a norm over the last dimension alone")
-    eps = module.eps
-    if eps is None:
-        eps = torch.finfo(module.weight.dtype if module.weight is not None else torch.float32).eps
+    # RMSNorm without eps takes that of the input's dtype, whatever it will be.
+    eps = torch.finfo(torch.float64).eps if module.eps is None else module.eps
     if eps <= 0:
         raise ask.refuse(f"with eps={eps} its slope is unbounded", "lipformer.CenterNorm")
     gamma = 1.0 if module.weight is None else module.weight.double().abs().max()
@@ -102,7 +110,7 @@ def _(module: nn.TransformerEncoderLayer, ask: Ask) -> Bound:
     slope = slope_of_function(module.activation)
     if slope is not None:
         name = getattr(module.activation, "__name__", "function")
-        activation = Bound(slope, "largest slope", path=f"{ask.path}.activation", kind=name)
+        activation = Bound(slope, "largest slope", path=f"{ask.path}.activation".lstrip("."), kind=name)
     elif isinstance(module.activation, nn.Module):
         activation = ask.child(module.activation, "activation")
     else:

@@ -112,7 +112,7 @@ def first_rows(
     difference = tokens.unsqueeze(-3) - tokens.unsqueeze(-2)
     logits = -scale * difference.square().sum(-1)
     if slopes is not None:
-        logits = logits - slopes[:, None, None] * lag
+        logits = logits - slopes.to(tokens.dtype)[:, None, None] * lag
     if bias is not None:
         bias = bias.expand(*y.shape[:-1], y.shape[-2])
         if padding is None:
@@ -147,7 +147,10 @@ def replace_first_rows(rows: Tensor, exact: Tensor, padding: Tensor | None, skip
         rows[..., : count - skipped, :] = exact[..., skipped:, :]
         return rows
     positions = sample_positions(padding, count, spread=False)
-    # Rows that are not asked for go to one more slot in front, which is dropped.
-    slot = (positions - skipped + 1).clamp_min(0)
+    # Rows that are not asked for go to one more slot in front, which is dropped; so do positions
+    # repeated for want of valid tokens, or each would get the whole gradient of the row.
+    rank = torch.arange(count, device=rows.device)
+    repeated = rank >= (~padding).sum(-1, keepdim=True)
+    slot = (positions - skipped + 1).masked_fill(repeated, 0).clamp_min(0)
     index = slot[..., None, :, None].expand(exact.shape)
     return F.pad(rows, (0, 0, 1, 0)).scatter(-2, index, exact)[..., 1:, :]

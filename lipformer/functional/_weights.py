@@ -57,7 +57,7 @@ def l2_attention_weights(
     place = torch.arange(n, device=y.device)
     lag = place[:, None] - place
     if slopes is not None:
-        logits = logits - slopes[:, None, None] * lag
+        logits = logits - slopes.to(wide)[:, None, None] * lag
     if bias is not None:
         logits = logits + bias
     if is_causal:

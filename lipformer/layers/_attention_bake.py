@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 from einops import rearrange
 from torch import Tensor, nn
 
@@ -12,7 +14,8 @@ from lipformer.layers._l2_multihead_attention import L2MultiheadAttention
 def bake_attention(
     layer: L2MultiheadAttention, head_scale: Tensor | None = None, bias_scale: Tensor | None = None
 ) -> L2MultiheadAttention:
-    """Changes the layer to the lean form with plain weights, the factors in its output weights."""
+    """The layer in the lean form with plain weights, the factors in its output weights."""
+    layer = copy.deepcopy(layer)
     matrix = layer.output_matrix()
     if head_scale is not None:
         matrix = matrix * head_scale[:, None, None].to(matrix.dtype)

@@ -31,8 +31,12 @@ def own_norms(q: Tensor) -> Tensor:
 
 
 def positive(bound: Tensor) -> Tensor:
-    """Keeps a bound that is divided by away from zero, as a larger bound."""
-    return bound.clamp_min(1e-30)
+    """Keeps a bound that is divided by away from zero, as a larger bound.
+
+    A module that starts at zero (a zero-initialised output, say) is then scaled by a large number, but
+    by one that leaves its gradients and its bias finite.
+    """
+    return bound.clamp_min(1e-6)
 
 
 def joint_bound(q: Tensor, m: Tensor, gains: Tensor) -> Tensor:

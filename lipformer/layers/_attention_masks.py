@@ -70,8 +70,11 @@ def resolve(
             "build it with causal=True or causal=None"
         )
     always = bool(causal)
-    if attn_mask is None or is_causal:
+    if attn_mask is None or (is_causal and tracing()):
         return Mask(always or is_causal, None)
+    if not isinstance(attn_mask, Tensor):
+        raise TypeError(f"attn_mask must be a tensor or None, got {type(attn_mask).__name__}")
+    always = always or is_causal
     bias = additive(attn_mask, batch, heads, n, dtype)
     if not tracing():
         lower = torch.ones(n, n, dtype=torch.bool, device=bias.device).tril()

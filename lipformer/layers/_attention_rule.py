@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lipformer.certificate import Ask, Bound, register_bound
 from lipformer.functional import l2_gain, row_spread
+from lipformer.functional._checks import tracing
 from lipformer.layers._attention_bound import (
     joint_bound_minimum,
     linf_bound_kim2021,
@@ -93,7 +94,7 @@ def attention_bound(layer: L2MultiheadAttention, ask: Ask, head_scale: Tensor | 
             "model.eval() before certify, or dropout=0",
         )
     q = rearrange(layer.q_proj.weight, "(h d) i -> h d i", h=layer.num_heads)
-    m = layer.output_matrix(exact=True)
+    m = layer.output_matrix()
     if head_scale is not None:
         m = m.double() * head_scale.double()[:, None, None]
     value: Tensor
@@ -133,26 +134,19 @@ def _folding_error(layer: L2MultiheadAttention) -> Tensor | float:
     return unit * norms * layer.out_proj.weight.double().norm()
 
 
-def contractive_head_scales(
-    layer: L2MultiheadAttention, norms: tuple[str, ...], gains: dict[str, tuple[float, ...]]
-) -> Tensor:
-    """Factors on the heads that give the layer constant 1, for each of the norms: (norms, H).
-
-    Args:
-        layer: the layer.
-        norms: the norms, of "l2", "token", "self", "linf".
-        gains: the gain of each head in each norm, in linf the row quantities m_h.
-    """
+def contractive_head_scales(layer: L2MultiheadAttention, asks: list[Ask]) -> Tensor:
+    """Factors on the heads that give the layer constant 1, for each of the questions: (asks, H)."""
     q = rearrange(layer.q_proj.weight, "(h d) i -> h d i", h=layer.num_heads)
-    m = layer.output_matrix(exact=True)
+    m = layer.output_matrix()
     joint_q, joint_m = norm_pair(q.flatten(0, 1), m.flatten(0, 1))
     joint_m = joint_m + _folding_error(layer)
     rows = []
-    for norm in norms:
-        per_head = torch.tensor(gains[norm], dtype=torch.float64, device=q.device)
-        if norm == "linf":
+    for ask in asks:
+        values = head_spreads(layer, ask) if ask.norm == "linf" else head_gains(layer, ask)
+        per_head = torch.tensor(values, dtype=torch.float64, device=q.device)
+        if ask.norm == "linf":
             rows.append(1.0 / positive(_linf(layer, q, m, per_head)).expand(layer.num_heads))
-        elif norm == "token":
+        elif ask.norm == "token":
             rows.append(1.0 / positive(joint_m * own_norms(q) * per_head))
         else:
             rows.append(1.0 / positive(joint_m * joint_q * per_head))
@@ -161,4 +155,10 @@ def contractive_head_scales(
 
 @register_bound(L2MultiheadAttention)
 def _(layer: L2MultiheadAttention, ask: Ask) -> Bound:
+    root = layer._root()
+    if not tracing() and not bool(((root > 0) & torch.isfinite(root)).all()):
+        raise ask.refuse(
+            f"its temperatures leave the range of {root.dtype}: {layer.log_temperature}",
+            "log_temperature between -80 and 80",
+        )
     return Bound(attention_bound(layer, ask), theorem(layer, ask.norm))

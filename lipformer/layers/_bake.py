@@ -40,21 +40,34 @@ def bake(model: nn.Module) -> nn.Module:
         >>> bake(lf.SpectralLinear(4, 4))
         Linear(in_features=4, out_features=4, bias=True)
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"bake takes a torch.nn.Module, got {type(model).__name__}")
     return bake_in_place(copy.deepcopy(model))
 
 
-def bake_in_place(module: nn.Module) -> nn.Module:
-    """The baked form of a module that may be changed."""
+def bake_in_place(module: nn.Module, done: dict[nn.Module, nn.Module] | None = None) -> nn.Module:
+    """The baked form of a module that may be changed; ``done`` keeps shared modules shared."""
+    done = {} if done is None else done
+    if module not in done:
+        done[module] = _baked(module, done)
+    return done[module]
+
+
+def _baked(module: nn.Module, done: dict[nn.Module, nn.Module]) -> nn.Module:
     for cls in type(module).__mro__:
         if cls in _bakers:
             return _bakers[cls](module)
     if parametrize.is_parametrized(module):
         for name, chain in list(cast(nn.ModuleDict, module.parametrizations).items()):
             if hasattr(cast(nn.ModuleList, chain)[-1], "certified_coeff"):
+                # Copies share the class that torch made for the original; removing the property
+                # from it would take the weight away from all of them.
+                cls = type(module)
+                module.__class__ = type(cls.__name__, cls.__bases__, dict(cls.__dict__))
                 parametrize.remove_parametrizations(module, name, leave_parametrized=True)
-    for name, child in list(module.named_children()):
-        if name != "parametrizations":
-            setattr(module, name, bake_in_place(child))
+    for name, child in list(module._modules.items()):
+        if child is not None and name != "parametrizations":
+            module._modules[name] = bake_in_place(child, done)
     return module
 
 
@@ -82,6 +95,33 @@ def plain_linear(module: nn.Linear) -> nn.Linear:
     return plain.train(module.training)
 
 
+def round_down(factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A positive factor in a dtype of the output, rounded towards zero."""
+    return (factor * (1.0 - torch.finfo(dtype).eps)).to(dtype)
+
+
+class FirstOutput(Bakeable):
+    """A module without the rest of the tuple it returns: what a baked contractive attention becomes.
+
+    Args:
+        module: any module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+        """Shapes as the module's."""
+        return call_branch(self.module, x, key_padding_mask)
+
+
+@register_bound(FirstOutput)
+def _(module: FirstOutput, ask: Ask) -> Bound:
+    inner = ask.child(module.module, "module")
+    return Bound(inner.value, inner.theorem, (inner,))
+
+
 class Scaled(Bakeable):
     """A module times a fixed number: what a baked Contractive becomes.
 
@@ -100,7 +140,7 @@ class Scaled(Bakeable):
     def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """Shapes as the module's."""
         out = call_branch(self.module, x, key_padding_mask)
-        return out * self.factor.to(out.dtype)
+        return out * round_down(self.factor, out.dtype)
 
 
 @register_bound(Scaled)

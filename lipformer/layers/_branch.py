@@ -18,13 +18,18 @@ def call_branch(module: nn.Module, x: Tensor, key_padding_mask: Tensor | None = 
     layers do not need it. Attention weights are not asked for.
     """
     if type(module).forward is nn.Sequential.forward:
-        for child in module.children():
-            x = call_branch(child, x, key_padding_mask)
+        # Not children(), which leaves out a module's second use.
+        for child in module._modules.values():
+            if child is not None:
+                x = call_branch(child, x, key_padding_mask)
         return x
     accepted = _parameters(type(module))
     options: dict[str, object] = {}
-    if key_padding_mask is not None and "key_padding_mask" in accepted:
-        options["key_padding_mask"] = key_padding_mask
+    if key_padding_mask is not None:
+        # torch's encoders have a name of their own for it.
+        for name in ("key_padding_mask", "src_key_padding_mask"):
+            if name in accepted:
+                options[name] = key_padding_mask
     if "need_weights" in accepted:
         options["need_weights"] = False
     out = module(x, **options)

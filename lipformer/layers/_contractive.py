@@ -16,10 +16,8 @@ from lipformer.layers._attention_bound import positive
 from lipformer.layers._attention_rule import (
     attention_bound,
     contractive_head_scales,
-    head_gains,
-    head_spreads,
 )
-from lipformer.layers._bake import Scaled, bake_in_place, register_bake
+from lipformer.layers._bake import FirstOutput, Scaled, bake_in_place, register_bake, round_down
 from lipformer.layers._branch import call_branch
 from lipformer.layers._frozen import Freezable
 from lipformer.layers._key_cache import KeyCache
@@ -70,13 +68,18 @@ class Contractive(Freezable):
         self.coeff = float(coeff)
         self.norm = norm
         self.seq_len = seq_len
+        attentions = [part for part in module.modules() if isinstance(part, L2MultiheadAttention)]
+        self._holds_attention = bool(attentions)
         if seq_len is not None:
             # Longer inputs than certified must fail, not pass uncertified.
-            for part in module.modules():
-                if isinstance(part, L2MultiheadAttention):
-                    part.max_len = min(seq_len, part.max_len or seq_len)
-        self._gains: dict[str, tuple[float, ...]] = {}
+            for attention in attentions:
+                attention.max_len = min(seq_len, attention.max_len or seq_len)
         self.norms = self._possible_norms()
+
+    @property
+    def max_len(self) -> int | None:
+        """The largest number of tokens that the constant holds for, or None for any."""
+        return self.seq_len
 
     def _ask(self, norm: str) -> Ask:
         return Ask(norm, self.seq_len, "module", type(self.module).__name__, as_eval=True)
@@ -88,9 +91,6 @@ class Contractive(Freezable):
             try:
                 with torch.no_grad():
                     bound_of(self.module, self._ask(norm))
-                if isinstance(self.module, L2MultiheadAttention):
-                    measure = head_spreads if norm == "linf" else head_gains
-                    self._gains[norm] = measure(self.module, self._ask(norm))
                 found.append(norm)
             except NotCertifiable as error:
                 refusals.append(error)
@@ -113,7 +113,7 @@ class Contractive(Freezable):
     def _options(self) -> Tensor:
         """The factors for each of the norms, (norms, H) or (norms, 1)."""
         if isinstance(self.module, L2MultiheadAttention):
-            options = contractive_head_scales(self.module, self.norms, self._gains)
+            options = contractive_head_scales(self.module, [self._ask(norm) for norm in self.norms])
         else:
             bounds = [
                 torch.as_tensor(bound_of(self.module, self._ask(norm)).value, dtype=torch.float64)
@@ -133,8 +133,10 @@ class Contractive(Freezable):
         scales = self.scales()
         if isinstance(self.module, L2MultiheadAttention):
             return self.module.scaled(x, scales, scales.mean(), key_padding_mask)
+        if self.seq_len is not None and not self._holds_attention and x.shape[-2] > self.seq_len:
+            raise ValueError(f"seq_len is {self.seq_len}, got shape {tuple(x.shape)}")
         out = call_branch(self.module, x, key_padding_mask)
-        return out * scales.to(out.dtype)
+        return out * round_down(scales, out.dtype)
 
     def step(
         self, x: Tensor, cache: KeyCache | None = None, key_padding_mask: Tensor | None = None
@@ -153,7 +155,13 @@ class Contractive(Freezable):
 
 @register_bound(Contractive)
 def _(module: Contractive, ask: Ask) -> Bound:
-    inner = replace(ask, path=f"{ask.path}.module" if ask.path else "module")
+    if module.seq_len is not None and (ask.seq_len or 0) > module.seq_len:
+        raise ask.refuse(
+            f"seq_len={ask.seq_len} exceeds the {module.seq_len} that it was divided for",
+            f"seq_len <= {module.seq_len}",
+        )
+    seq_len = module.seq_len if ask.seq_len is None else ask.seq_len
+    inner = replace(ask, path=f"{ask.path}.module" if ask.path else "module", seq_len=seq_len)
     options = module._options()
     choice = module._choice(options)
     scales = options.index_select(0, choice).squeeze(0)
@@ -173,5 +181,5 @@ def _(module: Contractive, ask: Ask) -> Bound:
 def _(module: Contractive) -> nn.Module:
     scales = module.scales()
     if isinstance(module.module, L2MultiheadAttention):
-        return bake_attention(module.module, scales, scales.mean())
+        return FirstOutput(bake_attention(module.module, scales, scales.mean()))
     return Scaled(bake_in_place(module.module), scales)

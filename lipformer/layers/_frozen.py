@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
-import torch.nn.utils.parametrize as parametrize
 from torch import Tensor, nn
 
 from lipformer.layers._bake import Bakeable
@@ -22,6 +22,10 @@ class Freezable(Bakeable):
         super().__init__()
         self._freezing = False
         self._kept: Tensor | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy made inside a freeze is not frozen: it would never thaw.
+        return {**self.__dict__, "_freezing": False, "_kept": None}
 
     def derived(self, compute: Callable[[], Tensor]) -> Tensor:
         """The derived tensor, computed anew unless frozen."""
@@ -51,8 +55,7 @@ def frozen(module: nn.Module) -> Iterator[None]:
     for part in parts:
         part._freezing = True
     try:
-        with parametrize.cached():
-            yield
+        yield
     finally:
         for part in parts:
             part._freezing = False

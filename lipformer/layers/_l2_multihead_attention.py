@@ -12,15 +12,13 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from lipformer.functional import l2_attention, l2_attention_step, l2_attention_weights
-from lipformer.functional._checks import check_window
 from lipformer.layers import _attention_layout as layout
 from lipformer.layers import _attention_masks as masks
+from lipformer.layers._attention_arguments import check_arguments
 from lipformer.layers._bake import Bakeable
 from lipformer.layers._key_cache import KeyCache, extend
 from lipformer.layers._positions import default_slopes, exact_slopes, rotary_angles, rotate
 from lipformer.layers._spectral import SpectralLinear
-
-POSITIONS = (None, "alibi", "rotary")
 
 
 class _NoFastPath:
@@ -63,7 +61,7 @@ class L2MultiheadAttention(Bakeable):
         positions: None, "alibi" (needs causal=True) or "rotary".
         max_len: the largest number of tokens, which then need not be told to certify.
         proj_coeff: if given, all projections have spectral norm at most this.
-        slopes: ALiBi slopes, one per head; default 1/2 to 1/16. Rounded to bfloat16.
+        slopes: ALiBi slopes, one per head; default 1/2 to 1/16.
         device: of the parameters.
         dtype: of the parameters.
 
@@ -101,27 +99,17 @@ class L2MultiheadAttention(Bakeable):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
-            raise ValueError(
-                "embed_dim must be a positive multiple of num_heads, "
-                f"got embed_dim={embed_dim}, num_heads={num_heads}"
-            )
-        if not 0.0 <= dropout < 1.0:
-            raise ValueError(f"dropout must be in [0, 1), got {dropout!r}")
-        if positions not in POSITIONS:
-            raise ValueError(f"positions must be None, 'alibi' or 'rotary', got {positions!r}")
-        if positions == "alibi" and causal is not True:
-            raise ValueError(f"positions='alibi' needs causal=True, got causal={causal}")
-        if slopes is not None and positions != "alibi":
-            raise ValueError(f"slopes need positions='alibi', got positions={positions!r}")
-        if max_len is not None and max_len < 1:
-            raise ValueError(f"max_len must be None or >= 1, got {max_len!r}")
-        if window is not None and causal is not True:
-            raise ValueError(f"window={window} needs causal=True, got causal={causal}")
-        check_window(window, True)
+        check_arguments(
+            embed_dim,
+            num_heads,
+            dropout=dropout,
+            causal=causal,
+            window=window,
+            positions=positions,
+            max_len=max_len,
+            slopes=slopes,
+        )
         head_dim = embed_dim // num_heads
-        if positions == "rotary" and head_dim % 2:
-            raise ValueError(f"positions='rotary' needs an even head width, got {head_dim}")
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.head_dim = head_dim
@@ -148,14 +136,10 @@ class L2MultiheadAttention(Bakeable):
         self.out_proj = linear(bias)
         self.log_temperature = None if value_proj else nn.Parameter(torch.empty(num_heads, **place))
         self.slopes: tuple[float, ...] | None = None
-        self._slopes: Tensor | None
         if positions == "alibi":
-            given = default_slopes(num_heads) if slopes is None else slopes
-            self.slopes = exact_slopes(given, num_heads)
-            table = torch.tensor(self.slopes, device=device)
-            self.register_buffer("_slopes", table, persistent=False)
-        else:
-            self.register_buffer("_slopes", None, persistent=False)
+            self.slopes = exact_slopes(
+                default_slopes(num_heads) if slopes is None else slopes, num_heads
+            )
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -166,17 +150,16 @@ class L2MultiheadAttention(Bakeable):
         lean form with temperatures around 1/d, spread over the heads.
         """
         with torch.no_grad():
-            if self.proj_coeff is None:
-                nn.init.xavier_uniform_(self.out_proj.weight)
-                if self.v_proj is None:
-                    nn.init.xavier_uniform_(self.q_proj.weight)
-                else:
-                    nn.init.xavier_uniform_(self.v_proj.weight)
-                    reach = 2.0**-4 / math.sqrt(self.embed_dim)
-                    nn.init.uniform_(self.q_proj.weight, -reach, reach)
-            for linear in (self.q_proj, self.out_proj):
-                if linear.bias is not None:
-                    linear.bias.zero_()
+            for linear in (self.q_proj, self.v_proj, self.out_proj):
+                if isinstance(linear, SpectralLinear):
+                    linear.reset_parameters()
+                elif linear is not None:
+                    nn.init.xavier_uniform_(linear.weight)
+                    if linear.bias is not None:
+                        linear.bias.zero_()
+            if self.v_proj is not None and self.proj_coeff is None:
+                reach = 2.0**-4 / math.sqrt(self.embed_dim)
+                nn.init.uniform_(self.q_proj.weight, -reach, reach)
             if self.log_temperature is not None:
                 spread = torch.linspace(-1.5, 1.5, self.num_heads) if self.num_heads > 1 else 0.0
                 self.log_temperature.copy_(torch.as_tensor(spread) - math.log(self.head_dim))
@@ -188,16 +171,19 @@ class L2MultiheadAttention(Bakeable):
             return self.head_dim**-0.5
         return self.log_temperature.exp()[:, None, None]
 
-    def output_matrix(self, *, exact: bool = False) -> Tensor:
-        r"""The matrices :math:`M_h` (H, d, D), as the forward pass forms them or in float64."""
+    def output_matrix(self) -> Tensor:
+        r"""The matrices :math:`M_h` (H, d, D), in the paper's form as products in float64.
+
+        float64, because the factors may cancel: rounded in float32, what should be nearly zero would
+        be noise, which Contractive then divides by a small bound.
+        """
         out = rearrange(self.out_proj.weight, "o (h d) -> h d o", h=self.num_heads)
         if self.v_proj is None:
             return out
         q = rearrange(self.q_proj.weight, "(h d) i -> h d i", h=self.num_heads)
         v = rearrange(self.v_proj.weight, "(h d) i -> h d i", h=self.num_heads)
-        if exact:
-            q, v, out = q.double(), v.double(), out.double()
-        return (q @ v.mT) @ out * self.head_dim**-0.5
+        with torch.autocast(q.device.type, enabled=False):
+            return (q.double() @ v.double().mT) @ out.double() * self.head_dim**-0.5
 
     def forward(
         self,
@@ -254,7 +240,7 @@ class L2MultiheadAttention(Bakeable):
                 y,
                 is_causal=mask.is_causal,
                 window=self.window,
-                slopes=self._slopes,
+                slopes=self._slopes(y),
                 bias=mask.bias,
                 key_padding_mask=padding,
                 scale=0.5,
@@ -318,12 +304,20 @@ class L2MultiheadAttention(Bakeable):
             cache.keys,
             y.shape[-2],
             window=self.window,
-            slopes=self._slopes,
+            slopes=self._slopes(y),
             key_padding_mask=cache.padding,
             scale=0.5,
         )
         out = layout.unbatched(self._output(heads, angles, head_scale, bias_scale), x, self.batch_first)
         return out, cache if self.window is None else cache.latest(self.window - 1)
+
+    def _slopes(self, y: Tensor) -> Tensor | None:
+        """The ALiBi slopes (H,), made anew from the numbers that the certificate uses."""
+        return (
+            None
+            if self.slopes is None
+            else torch.tensor(self.slopes, dtype=torch.float32, device=y.device)
+        )
 
     def _root(self) -> Tensor:
         """sqrt(2 t_h), (H, 1, 1): folded into the weights, so that it costs nothing per token."""
@@ -350,7 +344,7 @@ class L2MultiheadAttention(Bakeable):
             y,
             is_causal=mask.is_causal,
             window=self.window,
-            slopes=self._slopes,
+            slopes=self._slopes(y),
             bias=mask.bias,
             key_padding_mask=padding,
             scale=0.5,
@@ -371,7 +365,9 @@ class L2MultiheadAttention(Bakeable):
         factor = self._root().reciprocal()
         if head_scale is not None:
             factor = factor * head_scale[:, None, None]
-        weight = rearrange(matrix * factor.to(matrix.dtype), "h d o -> o (h d)")
+        weight = rearrange(matrix * factor.to(matrix.dtype), "h d o -> o (h d)").to(
+            self.out_proj.weight.dtype
+        )
         bias: Tensor | None = self.out_proj.bias
         if bias is not None and bias_scale is not None:
             bias = bias * bias_scale.to(bias.dtype)
@@ -382,6 +378,9 @@ class L2MultiheadAttention(Bakeable):
         x = layout.batched(x, self.embed_dim, self.batch_first)
         if self.max_len is not None and x.shape[1] > self.max_len:
             raise ValueError(f"max_len is {self.max_len}, got {x.shape[1]} tokens")
+        weight = self.q_proj.weight
+        if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise ValueError(f"query must have the layer's dtype {weight.dtype}, got {x.dtype}")
         padding = layout.padding(mask, x)
         if padding is not None:
             # Whatever stands there, NaN included, must not reach the gradients of the weights.

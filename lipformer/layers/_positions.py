@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 
 import torch
@@ -20,16 +21,15 @@ def default_slopes(heads: int) -> tuple[float, ...]:
 
 
 def exact_slopes(slopes: Sequence[float], heads: int) -> tuple[float, ...]:
-    """Slopes rounded to bfloat16, so that a change of a module's dtype cannot change them.
+    """Slopes as float32 numbers, which the kernel uses whatever the dtype of the module.
 
     Raises:
         ValueError: not one positive slope per head.
     """
-    rounded = torch.tensor(tuple(slopes), dtype=torch.float64).bfloat16().double()
-    values = tuple(float(s) for s in rounded)
-    if len(values) != heads or not all(0.0 < s < float("inf") for s in values):
-        raise ValueError(f"slopes must be {heads} positive numbers, got {tuple(slopes)}")
-    return values
+    given = tuple(slopes) if isinstance(slopes, Sequence) else (slopes,)
+    if len(given) != heads or not all(1e-30 < s < 1e30 for s in given):
+        raise ValueError(f"slopes must be {heads} positive numbers, got {given}")
+    return tuple(struct.unpack("f", struct.pack("f", s))[0] for s in given)
 
 
 def rotary_angles(count: int, width: int, offset: int, device: torch.device) -> tuple[Tensor, Tensor]:

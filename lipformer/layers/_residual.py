@@ -9,6 +9,15 @@ from lipformer.layers._bake import Bakeable
 from lipformer.layers._branch import call_branch
 
 
+def same_shape(x: Tensor, out: Tensor) -> Tensor:
+    """Returns ``out``; raises if adding it to x would broadcast, which has another constant."""
+    if out.shape != x.shape:
+        raise ValueError(
+            f"the branch must keep the shape {tuple(x.shape)} of its input, got {tuple(out.shape)}"
+        )
+    return out
+
+
 class Residual(Bakeable):
     """x + f(x), of constant at most 1 + Lip(f).
 
@@ -22,7 +31,7 @@ class Residual(Bakeable):
 
     def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """Shapes as the branch's; the mask is passed on to it."""
-        return x + call_branch(self.branch, x, key_padding_mask)
+        return x + same_shape(x, call_branch(self.branch, x, key_padding_mask))
 
 
 class ConvexResidual(Bakeable):
@@ -42,7 +51,9 @@ class ConvexResidual(Bakeable):
 
     def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """Shapes as the branch's; the mask is passed on to it."""
-        return x.lerp(call_branch(self.branch, x, key_padding_mask), self.weight)
+        out = same_shape(x, call_branch(self.branch, x, key_padding_mask))
+        # Not lerp, which refuses two dtypes, as autocast makes them.
+        return (1.0 - self.weight) * x + self.weight * out
 
     def extra_repr(self) -> str:
         return f"weight={self.weight}"

@@ -14,6 +14,7 @@ from lipformer.certificate import conv_bound
 from lipformer.certificate._linear_rules import repeats_pixels
 from lipformer.functional import spectral_norm_bound
 from lipformer.layers._bake import Bakeable, plain_linear, register_bake
+from lipformer.layers._frozen import Freezable
 
 MODES = ("cap", "normalize")
 
@@ -28,7 +29,7 @@ def rounding_margin(weight: Tensor) -> float:
     return torch.finfo(weight.dtype).eps * (0.5 * math.sqrt(rank) + 4.0)
 
 
-class SpectralBound(nn.Module):
+class SpectralBound(Freezable):
     r"""Parametrization :math:`W \mapsto s W` with :math:`\|sW\| \le c`.
 
     :math:`s = c/\mu` ("normalize") or :math:`\min(1, c/\mu)` ("cap"), with :math:`\mu \ge \|W\|` by
@@ -58,9 +59,17 @@ class SpectralBound(nn.Module):
 
     def forward(self, weight: Tensor) -> Tensor:
         """Scales a raw weight (out, in, *)."""
+        if weight.ndim != 2 and self.measure is spectral_norm_bound:
+            raise ValueError(
+                f"SpectralBound needs a matrix, got shape {tuple(weight.shape)}; for a convolution use "
+                "lipformer.spectral_bound(module)"
+            )
+        return self.derived(lambda: self._scaled(weight))
+
+    def _scaled(self, weight: Tensor) -> Tensor:
         target = self.certified_coeff * (1.0 - rounding_margin(weight))
         bound = self.measure(weight)
-        scale = target / torch.where(bound > 0, bound, torch.full_like(bound, target))
+        scale = target / torch.where(bound > 1e-30, bound, torch.full_like(bound, target))
         if self.mode == "cap":
             scale = scale.clamp_max(1.0)
         return weight * scale.to(torch.promote_types(weight.dtype, torch.float32))
@@ -152,11 +161,21 @@ class SpectralLinear(nn.Linear, Bakeable):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
+        self.coeff = float(coeff)
         spectral_bound(self, coeff=coeff, mode=mode)
-        with torch.no_grad():
-            nn.init.orthogonal_(self.get_parameter("parametrizations.weight.original"), gain=coeff)
-            if self.bias is not None:
-                self.bias.zero_()
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """An orthogonal weight of norm ``coeff`` and a zero bias."""
+        if not parametrize.is_parametrized(self, "weight"):
+            # nn.Linear's constructor calls this before there is a bound.
+            return super().reset_parameters()
+        raw = self.get_parameter("parametrizations.weight.original")
+        start = torch.empty_like(raw, dtype=torch.promote_types(raw.dtype, torch.float32))
+        raw.copy_(nn.init.orthogonal_(start, gain=self.coeff))
+        if self.bias is not None:
+            self.bias.zero_()
 
 
 register_bake(SpectralLinear)(plain_linear)

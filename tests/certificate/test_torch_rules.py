@@ -168,7 +168,7 @@ def test_conv2d(options: dict[str, Any]) -> None:
 
 def test_padding_that_repeats_pixels_is_refused() -> None:
     for mode in ("reflect", "replicate"):
-        with pytest.raises(lf.NotCertifiable, match=f"padding_mode='{mode}' repeats pixels"):
+        with pytest.raises(lf.NotCertifiable, match=f"padding_mode='{mode}' .* repeats pixels"):
             lf.certify(nn.Conv1d(1, 1, 3, padding=1, padding_mode=mode))
     with pytest.raises(lf.NotCertifiable, match="no bound in the token norm"):
         lf.certify(nn.Conv1d(1, 1, 3), norm="token")

@@ -160,10 +160,11 @@ def test_content_of_padded_tokens_is_never_read(options: dict[str, object], cont
 
 
 def test_gradients_with_padding_are_finite() -> None:
+    """Whatever stands at the padded tokens."""
     attention = lf.L2MultiheadAttention(D, H, batch_first=True, causal=True)
-    x = torch.randn(3, N, D, requires_grad=True)
     padded = torch.zeros(3, N, dtype=torch.bool)
     padded[0, :4] = padded[1] = True
+    x = torch.randn(3, N, D).masked_fill(padded[..., None], math.nan).requires_grad_()
     out, weights = attention(x, key_padding_mask=padded)
     (out.square().sum() + weights.square().sum()).backward()
     assert bool(torch.isfinite(x.grad).all())

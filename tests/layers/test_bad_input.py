@@ -31,10 +31,10 @@ BUILDS: dict[str, tuple[dict[str, Any], str]] = {
         {"positions": "alibi", "causal": True, "slopes": (0.5, -1.0)},
         r"slopes must be 2 positive numbers, got \(0.5, -1.0\)",
     ),
-    "window": ({"window": 3}, "window=3 .* needs is_causal=True"),
-    "window either way": ({"window": 3, "causal": None}, "window=3"),
+    "window": ({"window": 3}, "window=3 needs causal=True, got causal=None"),
+    "window unmasked": ({"window": 3, "causal": False}, "needs causal=True, got causal=False"),
     "empty window": ({"window": 0, "causal": True}, "window must be None or an integer >= 1, got 0"),
-    "max_len": ({"max_len": 0}, "max_len must be None or >= 1, got 0"),
+    "max_len": ({"max_len": 0}, "max_len must be None or an integer >= 1, got 0"),
     "odd rotary": ({"embed_dim": 6, "positions": "rotary"}, "needs an even head width, got 3"),
     "proj_coeff": ({"proj_coeff": -1.0}, "coeff must be positive and finite, got -1.0"),
 }

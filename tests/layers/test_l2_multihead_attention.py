@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -126,8 +127,12 @@ class TestNormalisedProjections(AttentionBattery):
     options: ClassVar[dict[str, Any]] = {"proj_coeff": 0.7, "causal": True}
     norms = ("l2", "token", "linf", "self")
 
+    @pytest.mark.slow
+    def test_compile(self) -> None:
+        super().test_compile()
 
-@pytest.mark.parametrize("seed", range(4))
+
+@pytest.mark.parametrize("seed", range(3))
 def test_heads_of_very_different_size(seed: int) -> None:
     """One head reads or writes a hundred times more than another: the smallest way of writing wins."""
     torch.manual_seed(seed)
@@ -147,10 +152,8 @@ def test_heads_of_very_different_size(seed: int) -> None:
         layer.out_proj.weight.mul_(writes)
     contractive = lf.Contractive(layer, 0.9, norm="l2", seq_len=n)
     x = torch.randn(1, n, heads * width, dtype=torch.float64)
+    attack = lf.attack_lipschitz(lambda x: layer(x, need_weights=False)[0], x, steps=4, restarts=4)
     for norm in ("l2", "token", "self"):
-        attack = lf.attack_lipschitz(
-            lambda x: layer(x, need_weights=False)[0], x, norm=norm, steps=4, restarts=4
-        )
-        assert attack.value <= lf.certify(layer, seq_len=n, norm=norm).bound * (1 + 1e-9)
-        attacked = lf.estimate_lipschitz(contractive, attack.input, norm=norm).value
-        assert attacked <= lf.certify(contractive, norm=norm).bound * (1 + 1e-9)
+        for module, options in ((layer, {"need_weights": False}), (contractive, {})):
+            found = lf.estimate_lipschitz(partial(module, **options), attack.input, norm=norm).value
+            assert found <= lf.certify(module, seq_len=n, norm=norm).bound * (1 + 1e-9), norm
