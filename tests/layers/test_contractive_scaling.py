@@ -133,7 +133,7 @@ def test_max_len_is_set() -> None:
     certificate = lf.certify(layer)
     assert certificate.seq_len == N
     assert certificate.domain == f"for every input of at most {N} tokens"
-    with pytest.raises(lf.NotCertifiable, match=f"seq_len=9 exceeds the layer's max_len={N}"):
+    with pytest.raises(lf.NotCertifiable, match=f"seq_len=9 exceeds the {N} that it was divided for"):
         lf.certify(layer, seq_len=9)
 
 
