@@ -16,6 +16,7 @@ import torch
 
 from recipes.bench import targets
 from recipes.bench.attention import arguments, main
+from recipes.bench.load import Moment, quiet_between
 from recipes.bench.memory import Memory
 from recipes.bench.peers import VARIANTS, CdistAttention, OutputOnly, Shape, lean, variant
 from recipes.bench.timing import Samples, interleave, training_step
@@ -88,6 +89,28 @@ def test_load_on_one_repetition_does_not_move_the_median_ratio() -> None:
     assert samples.ratio("b", "absent") is None
 
 
+def test_disturbed_measurements_are_left_out_where_enough_remain() -> None:
+    times = {"a": dict.fromkeys(range(5), 1.0), "b": {0: 2.0, 1: 50.0, 2: 2.0, 3: 60.0, 4: 2.0}}
+    some = Samples(times, {"b": {1, 3}})
+    ratio = some.ratio("b", "a")
+    assert ratio is not None
+    assert (ratio.high, ratio.count, ratio.quiet) == (2.0, 3, True)
+    assert some.median("b") == 2.0
+    assert some.quiet_share() == pytest.approx(0.8)
+    # Two are too few: then all count, and the result says that the machine was busy.
+    ratio = Samples(times, {"b": {1, 3}, "a": {4}}).ratio("b", "a")
+    assert ratio is not None
+    assert (ratio.count, ratio.quiet) == (5, False)
+
+
+def test_others_are_noticed_above_a_tenth_of_the_processors() -> None:
+    cores = os.cpu_count() or 1
+    start = Moment(wall=0.0, busy=0.0, own=0.0)
+    assert quiet_between(start, Moment(wall=1.0, busy=0.5 + 0.09 * cores, own=0.5))
+    assert not quiet_between(start, Moment(wall=1.0, busy=0.52 + 0.11 * cores, own=0.5))
+    assert quiet_between(Moment(0.0, None, 0.0), Moment(1.0, None, 0.0))
+
+
 def run_with(**seconds: float) -> dict[int, Samples]:
     samples = Samples({key: {0: value} for key, value in seconds.items()})
     return dict.fromkeys(targets.LENGTHS, samples)
@@ -153,12 +176,12 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], st
 
 def test_the_json_file_holds_every_figure(report: tuple[dict[str, Any], str]) -> None:
     document, _ = report
-    assert set(document) == {"environment", "settings", "lengths", "memory", "targets"}
+    assert set(document) == {"environment", "settings", "lengths", "quiet_share", "memory", "targets"}
     assert document["environment"]["torch"] == torch.__version__
     assert document["environment"]["threads"] == 1
     assert document["environment"]["cpu_count"] == os.cpu_count()
     assert document["settings"]["dim"] == 16
-    assert list(document["lengths"]) == ["8", "16"]
+    assert list(document["lengths"]) == list(document["quiet_share"]) == ["8", "16"]
     for rows in document["lengths"].values():
         assert [row["key"] for row in rows] == [v.key for v in VARIANTS]
         for row in rows:

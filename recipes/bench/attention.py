@@ -114,7 +114,7 @@ def measure(options: argparse.Namespace) -> Run:
         samples[n] = interleave(
             steps,
             seconds=options.seconds,
-            min_repetitions=2 if options.quick else 7,
+            min_repetitions=2 if options.quick else 5,
             clock=time.process_time if options.cpu_time else time.perf_counter,
         )
     print(f"N = {options.memory_length}: peak memory", file=sys.stderr)
@@ -151,6 +151,7 @@ def as_json(run: Run, options: argparse.Namespace, environment: dict[str, Any]) 
         "environment": environment,
         "settings": {**settings, "dtype": "float32", "causal": True},
         "lengths": lengths,
+        "quiet_share": {str(n): samples.quiet_share() for n, samples in run.samples.items()},
         "memory": {k: None if m is None else asdict(m) for k, m in run.memory.items()},
         "targets": [asdict(verdict) for verdict in run.verdicts],
     }

@@ -89,7 +89,8 @@ def show(document: dict[str, Any]) -> None:
     facts = document["environment"]
     console.print(
         f"torch {facts['torch']} on {facts['cpu_count']} cores ({facts['cpu_capability']}), "
-        f"{facts['threads']} threads; load average at the start {facts['load_average']}",
+        f"{facts['threads']} threads; share of measurements that no other process disturbed: "
+        + ", ".join(f"{share:.0%} at N = {n}" for n, share in document["quiet_share"].items()),
         markup=False,
         highlight=False,
     )

@@ -78,4 +78,6 @@ def judge_memory(memory: Memory | None) -> Verdict:
     if memory is None:
         return Verdict(name, MEMORY_LENGTH, limit, True, None, None, None)
     peak = memory.peak / 1e9
-    return Verdict(name, MEMORY_LENGTH, limit, True, Ratio(peak, peak, peak, 1), peak <= limit, True)
+    return Verdict(
+        name, MEMORY_LENGTH, limit, True, Ratio(peak, peak, peak, 1, True), peak <= limit, True
+    )

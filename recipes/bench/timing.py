@@ -3,6 +3,8 @@
 Load comes and goes over seconds, so two layers timed one after the other cannot be compared. Here
 each repetition runs every layer once, in a new order, and layers are compared within a repetition: the
 result is the median of those ratios, with their quartiles as the measure of what noise is left.
+Measurements during which other processes were at work are left out where enough others remain: load
+hurts layers of many small operations most, since their threads wait for each other more often.
 """
 
 from __future__ import annotations
@@ -12,49 +14,72 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
+from recipes.bench.load import Moment, quiet_between
+
 # A layer that takes many times longer than the others runs in every third repetition only, so that
 # it does not use up the time of all.
 _MAX_STRIDE = 3
 _MAX_REPETITIONS = 200
+# So many undisturbed measurements are preferred to all of them.
+_ENOUGH = 3
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """Median and quartiles of the ratios within a repetition, and how many there were."""
+    """Median and quartiles of the ratios within a repetition, and how many there were.
+
+    ``quiet`` tells whether they were all measured while the machine did nothing else.
+    """
 
     median: float
     low: float
     high: float
     count: int
+    quiet: bool
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Seconds by layer and repetition."""
+    """Seconds by layer and repetition, and which of them others disturbed."""
 
     seconds: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+    disturbed: Mapping[str, AbstractSet[int]] = field(default_factory=dict)
+
+    def _quiet(self, repetitions: AbstractSet[int], *names: str) -> tuple[AbstractSet[int], bool]:
+        """The undisturbed repetitions and True, or all of them and False if those are too few."""
+        quiet = set(repetitions).difference(*(self.disturbed.get(name, ()) for name in names))
+        enough = len(quiet) >= _ENOUGH or quiet == repetitions
+        return (quiet, True) if enough else (repetitions, False)
 
     def median(self, name: str) -> float:
-        return statistics.median(self.seconds[name].values())
+        times = self.seconds[name]
+        return statistics.median(times[i] for i in self._quiet(set(times), name)[0])
 
     def best(self, name: str) -> float:
         return min(self.seconds[name].values())
 
+    def quiet_share(self) -> float:
+        """Share of the measurements that nobody disturbed."""
+        total = sum(map(len, self.seconds.values()))
+        return 1.0 - sum(map(len, self.disturbed.values())) / total if total else 1.0
+
     def ratio(self, over: str, under: str) -> Ratio | None:
         """Time of ``over`` in times of ``under``; None where one of them was not measured."""
         top, bottom = self.seconds.get(over, {}), self.seconds.get(under, {})
-        ratios = [top[i] / bottom[i] for i in sorted(top.keys() & bottom.keys())]
+        repetitions, quiet = self._quiet(top.keys() & bottom.keys(), over, under)
+        ratios = [top[i] / bottom[i] for i in repetitions]
         if not ratios:
             return None
         if len(ratios) == 1:
-            return Ratio(ratios[0], ratios[0], ratios[0], 1)
+            return Ratio(ratios[0], ratios[0], ratios[0], 1, quiet)
         low, median, high = statistics.quantiles(ratios, n=4, method="inclusive")
-        return Ratio(median, low, high, len(ratios))
+        return Ratio(median, low, high, len(ratios), quiet)
 
 
 def training_step(layer: nn.Module, x: Tensor) -> Callable[[Callable[[], float]], float]:
@@ -111,6 +136,7 @@ def interleave(
     for step in steps.values():
         step(clock)
     found: dict[str, dict[int, float]] = {name: {} for name in steps}
+    disturbed: dict[str, set[int]] = {name: set() for name in steps}
     stride = dict.fromkeys(steps, 1)
     order = list(steps)
     shuffle = random.Random(0).shuffle
@@ -123,11 +149,15 @@ def interleave(
                 break
             shuffle(order)
             for name in order:
-                if repetition % stride[name] == 0:
-                    found[name][repetition] = steps[name](clock)
+                if repetition % stride[name]:
+                    continue
+                start = Moment.now()
+                found[name][repetition] = steps[name](clock)
+                if not quiet_between(start, Moment.now()):
+                    disturbed[name].add(repetition)
             if repetition == 0:
                 stride = _strides({name: times[0] for name, times in found.items()})
     finally:
         if collecting:
             gc.enable()
-    return Samples(found)
+    return Samples(found, disturbed)
