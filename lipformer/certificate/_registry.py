@@ -203,7 +203,7 @@ def certify(module: nn.Module, *, seq_len: int | None = None, norm: str = "l2") 
         >>> print(certify(nn.Sequential(linear, nn.GELU())))
         Lipschitz bound 1.1289 in the l2 norm, for every input
         module  kind         bound  theorem
-        ---------------------------------------
+        -----------------------------------------
         (all)   Sequential  1.1289  composition
           0     Linear           1  spectral norm
           1     GELU        1.1289  largest slope

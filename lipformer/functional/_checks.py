@@ -28,9 +28,9 @@ def debug_checks(enabled: bool = True) -> Iterator[None]:
     The check reads the whole input and synchronises the device, so it is off by default.
 
     Example:
-        >>> y = torch.full((1, 2, 4), float("nan"))
+        >>> import lipformer.functional as lff
         >>> with debug_checks():
-        ...     l2_attention(y)
+        ...     lff.l2_attention(torch.full((1, 2, 4), float("nan")))
         Traceback (most recent call last):
         ...
         ValueError: y must be finite under debug_checks(), got 8 non-finite of 8 entries
