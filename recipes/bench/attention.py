@@ -28,17 +28,16 @@ from recipes.bench.peers import VARIANTS, Shape
 from recipes.bench.timing import Samples, interleave, training_step
 
 _RESULTS = Path(__file__).parent / "results" / "attention.json"
-# The slowest, and like the cdist layer in how it computes.
-_NOT_QUICK = ("xt_dense",)
+_QUICK_DENSE_LENGTH = 1024
 _MEMORY_KEYS = ("mha", "sdpa", "lean", "paper", "lean_alibi")
 
 
 @dataclass(frozen=True)
 class Run:
-    """All that was measured. ``skipped`` says why a layer could not be built."""
+    """All that was measured. ``skipped`` says by length and key why a layer was not."""
 
     samples: dict[int, Samples]
-    skipped: dict[str, str]
+    skipped: dict[tuple[int, str], str]
     memory: dict[str, Memory | None]
     verdicts: list[targets.Verdict]
 
@@ -97,24 +96,24 @@ def environment() -> dict[str, Any]:
 def measure(options: argparse.Namespace) -> Run:
     """Times every layer at every length, then takes the memory of some."""
     samples: dict[int, Samples] = {}
-    skipped: dict[str, str] = {}
+    skipped: dict[tuple[int, str], str] = {}
     for n in options.lengths:
         print(f"N = {n}: timing for about {options.seconds:.0f} s", file=sys.stderr)
         shape = Shape(options.dim, options.heads, n)
         x = torch.randn(options.tokens // n, n, options.dim)
         steps = {}
         for row in VARIANTS:
-            if options.quick and row.key in _NOT_QUICK:
-                skipped[row.key] = "left out of a quick run"
+            if options.quick and row.dense and n > _QUICK_DENSE_LENGTH:
+                skipped[n, row.key] = f"left out of a quick run above N = {_QUICK_DENSE_LENGTH}"
                 continue
             try:
                 steps[row.key] = training_step(row.build(shape), x)
             except ImportError as error:
-                skipped[row.key] = f"not installed ({error}): pip install x-transformers"
+                skipped[n, row.key] = f"not installed ({error}): pip install x-transformers"
         samples[n] = interleave(
             steps,
             seconds=options.seconds,
-            min_repetitions=2 if options.quick else 5,
+            min_repetitions=3 if options.quick else 5,
             clock=time.process_time if options.cpu_time else time.perf_counter,
         )
     print(f"N = {options.memory_length}: peak memory", file=sys.stderr)
@@ -136,8 +135,8 @@ def as_json(run: Run, options: argparse.Namespace, environment: dict[str, Any]) 
         rows = []
         for row in VARIANTS:
             entry: dict[str, Any] = {"key": row.key, "label": row.label}
-            if row.key in run.skipped:
-                rows.append({**entry, "skipped": run.skipped[row.key]})
+            if (n, row.key) in run.skipped:
+                rows.append({**entry, "skipped": run.skipped[n, row.key]})
                 continue
             entry["median_ms"] = samples.median(row.key) * 1e3
             entry["best_ms"] = samples.best(row.key) * 1e3

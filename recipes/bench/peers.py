@@ -138,11 +138,12 @@ def _x_transformers(shape: Shape, *, flash: bool) -> nn.Module:
 
 @dataclass(frozen=True)
 class Variant:
-    """A row of the benchmark: how it is called and how it is built."""
+    """A row of the benchmark: how it is called and built, and whether it makes N x N tensors."""
 
     key: str
     label: str
     build: Callable[[Shape], nn.Module]
+    dense: bool = False
 
 
 VARIANTS = (
@@ -153,9 +154,13 @@ VARIANTS = (
     Variant("lean_alibi", "L2, lean, ALiBi", partial(_ours, positions="alibi")),
     Variant("lean_coeff", "L2, lean, proj_coeff=1", partial(_ours, proj_coeff=1.0)),
     Variant("contractive", "L2, lean, Contractive", _contractive),
-    Variant("cdist", "L2 by torch.cdist", CdistAttention),
-    Variant("xt_flash", "x-transformers L2, flash=True", partial(_x_transformers, flash=True)),
-    Variant("xt_dense", "x-transformers L2, flash=False", partial(_x_transformers, flash=False)),
+    Variant("cdist", "L2 by torch.cdist", CdistAttention, dense=True),
+    Variant(
+        "xt_flash", "x-transformers L2, flash=True", partial(_x_transformers, flash=True), dense=True
+    ),
+    Variant(
+        "xt_dense", "x-transformers L2, flash=False", partial(_x_transformers, flash=False), dense=True
+    ),
     Variant("bounds", "two spectral bounds alone", BoundsAlone),
 )
 

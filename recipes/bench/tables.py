@@ -58,7 +58,7 @@ def memory_table(document: dict[str, Any]) -> Table:
 
 
 def target_table(document: dict[str, Any]) -> Table:
-    """Every target, what was measured, and the verdict: unclear if a quartile contradicts it."""
+    """Every target, what was measured, and the verdict; unclear where load may have decided it."""
     table = Table(title="targets")
     for title in ("target", "N", "measured (quartiles)", "limit", ""):
         table.add_column(title, justify="left" if title in ("target", "") else "right")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from recipes.bench.memory import Memory
-from recipes.bench.timing import Ratio, Samples
+from recipes.bench.timing import ENOUGH, Ratio, Samples
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ MEMORY_LIMIT = 10**9
 class Verdict:
     """A target with what was measured.
 
-    ``passed`` goes by the median. ``clear`` tells whether both quartiles agree with it; if not, the
-    machine was too busy to tell. Both are None where nothing was measured.
+    ``passed`` goes by the median. ``clear`` tells whether both quartiles agree with it, of at least
+    three measurements on a quiet machine. Both are None where nothing was measured.
     """
 
     name: str
@@ -65,7 +65,8 @@ def judge(samples: Mapping[int, Samples]) -> list[Verdict]:
         passed = clear = None
         if ratio is not None:
             passed = target.kept(ratio.median)
-            clear = target.kept(ratio.low) == target.kept(ratio.high)
+            agreed = target.kept(ratio.low) == target.kept(ratio.high)
+            clear = agreed and ratio.quiet and ratio.count >= ENOUGH
         verdicts.append(
             Verdict(target.name, target.length, target.limit, target.at_most, ratio, passed, clear)
         )

@@ -27,7 +27,7 @@ from recipes.bench.load import Moment, quiet_between
 _MAX_STRIDE = 3
 _MAX_REPETITIONS = 200
 # So many undisturbed measurements are preferred to all of them.
-_ENOUGH = 3
+ENOUGH = 3
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Samples:
     def _quiet(self, repetitions: AbstractSet[int], *names: str) -> tuple[AbstractSet[int], bool]:
         """The undisturbed repetitions and True, or all of them and False if those are too few."""
         quiet = set(repetitions).difference(*(self.disturbed.get(name, ()) for name in names))
-        enough = len(quiet) >= _ENOUGH or quiet == repetitions
+        enough = len(quiet) >= ENOUGH or quiet == repetitions
         return (quiet, True) if enough else (repetitions, False)
 
     def median(self, name: str) -> float:
