@@ -12,11 +12,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-# The cores are shared out among the xdist workers; more threads than cores only makes them wait.
-_WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-_THREADS = max(1, (os.cpu_count() or 1) // _WORKERS)
-torch.set_num_threads(_THREADS)
-os.environ["OMP_NUM_THREADS"] = str(_THREADS)  # for the processes that tests start
+# The tensors are tiny: on busy cores a second thread costs ten times what it brings.
+torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
 
 
 @pytest.fixture(autouse=True)

@@ -151,6 +151,24 @@ def check_bias(bias: Tensor | None, y: Tensor) -> None:
         )
 
 
+def check_attention(
+    y: Tensor,
+    is_causal: bool,
+    window: int | None,
+    slopes: Tensor | None,
+    bias: Tensor | None,
+    scale: float | Tensor | None,
+    key_padding_mask: Tensor | None,
+) -> Tensor | None:
+    """Checks the arguments that all forms of L2 attention share; returns the padding as bool."""
+    check_tokens(y)
+    check_window(window, is_causal)
+    check_scale(scale, y.shape[-3])
+    check_slopes(slopes, y.shape[-3], is_causal)
+    check_bias(bias, y)
+    return as_padding(key_padding_mask, y)
+
+
 def as_padding(mask: Tensor | None, y: Tensor) -> Tensor | None:
     """Returns a key padding mask as bool (*, N), True at padded tokens.
 

@@ -12,14 +12,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lipformer.functional._augment import Augmented, augment
-from lipformer.functional._checks import (
-    as_padding,
-    check_bias,
-    check_scale,
-    check_slopes,
-    check_tokens,
-    check_window,
-)
+from lipformer.functional._checks import check_attention
 from lipformer.functional._reference import first_rows, reference_point, replace_first_rows
 from lipformer.functional._window import window_attention
 
@@ -69,14 +62,9 @@ def l2_attention(
         >>> l2_attention(y, scale=1.0).squeeze()
         tensor([0.4239, 0.8446, 0.8446])
     """
-    check_tokens(y)
-    check_window(window, is_causal)
-    check_scale(scale, y.shape[-3])
-    check_slopes(slopes, y.shape[-3], is_causal)
-    check_bias(bias, y)
+    padding = check_attention(y, is_causal, window, slopes, bias, scale, key_padding_mask)
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p!r}")
-    padding = as_padding(key_padding_mask, y)
     return _attend(
         y,
         None,
@@ -112,10 +100,7 @@ def l2_attention_step(
     Returns:
         (*, H, queries, d).
     """
-    check_tokens(y)
-    check_window(window, True)
-    check_scale(scale, y.shape[-3])
-    check_slopes(slopes, y.shape[-3], True)
+    padding = check_attention(y, True, window, slopes, None, scale, key_padding_mask)
     if not 1 <= queries <= y.shape[-2]:
         raise ValueError(f"queries must be in 1..N = {y.shape[-2]}, got {queries}")
     return _attend(
@@ -125,7 +110,7 @@ def l2_attention_step(
         window=window,
         slopes=slopes,
         bias=None,
-        padding=as_padding(key_padding_mask, y),
+        padding=padding,
         scale=scale,
         dropout_p=0.0,
     )
@@ -164,7 +149,7 @@ def _attend(
     # With dropout the weights of a row no longer sum to one; the reference point is added back with
     # the sum they have, so that the result is the dropped-out P times y, whatever the point.
     shift = centre if tokens.ones is None else out[..., tokens.ones, None] * centre
-    rows = out[..., tokens.start : tokens.start + d].to(wide)
+    rows = _token_columns(out, tokens).to(wide)
     rows = rows + shift if root is None else torch.addcmul(shift, rows, root.reciprocal())
     rows = rows.to(dtype)
     if is_causal:
@@ -181,6 +166,17 @@ def _attend(
     if padding is not None:
         rows = rows.masked_fill(padding[..., None, skipped:, None], 0.0)
     return rows
+
+
+def _token_columns(out: Tensor, tokens: Augmented) -> Tensor:
+    """The columns of the tokens (*, H, N, d) in the kernel's output (*, H, N, E).
+
+    As one piece of a split, whose gradient is joined in one pass (that of a slice is filled with
+    zeros first), with heads inside tokens, the layout in which fused kernels keep their tensors.
+    """
+    rest = out.shape[-1] - tokens.start - tokens.width
+    pieces = out.transpose(-3, -2).split([tokens.start, tokens.width, rest], dim=-1)
+    return pieces[1].transpose(-3, -2)
 
 
 def _kernel_dtype(y: Tensor) -> torch.dtype:

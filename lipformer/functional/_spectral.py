@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lipformer.functional._checks import tracing
 from lipformer.functional._gram_iteration import GRAM
 from lipformer.functional._lanczos import (
     gram_matrix,
@@ -56,15 +57,20 @@ def verified_square(gram: Tensor, shift: Tensor, k: int) -> Tensor:
     Returns:
         (*,) float64, to be multiplied by 1 + eta: shift or the looser bound.
     """
-    frobenius = torch.linalg.vector_norm(gram, dim=(-2, -1))
-    row_sum = torch.linalg.vector_norm(gram, ord=1, dim=-1).amax(dim=-1)
     # In place: at this size the page faults of a fresh buffer cost more than the arithmetic.
     shifted = gram.neg_()
-    shifted.diagonal(dim1=-2, dim2=-1).add_(shift.unsqueeze(-1))
+    diagonal = shifted.diagonal(dim1=-2, dim2=-1)
+    stored = diagonal.clone()
+    diagonal.add_(shift.unsqueeze(-1))
     factor, info = torch.linalg.cholesky_ex(shifted, upper=True)
     # The pivots are looked at too: not every LAPACK reports a NaN through info.
     pivots = torch.diagonal(factor, dim1=-2, dim2=-1)
     confirmed = (info == 0) & (pivots > 0).all(dim=-1)
+    if not tracing() and gram.device.type == "cpu" and bool(confirmed.all()):
+        return shift
+    diagonal.copy_(stored)
+    frobenius = torch.linalg.vector_norm(shifted, dim=(-2, -1))
+    row_sum = torch.linalg.vector_norm(shifted, ord=1, dim=-1).amax(dim=-1)
     return torch.where(confirmed, shift, torch.minimum(frobenius, row_sum))
 
 

@@ -5,14 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lipformer.functional._checks import (
-    as_padding,
-    check_bias,
-    check_scale,
-    check_slopes,
-    check_tokens,
-    check_window,
-)
+from lipformer.functional._checks import check_attention
 from lipformer.functional._reference import reference_point
 
 
@@ -40,12 +33,7 @@ def l2_attention_weights(
     Returns:
         (*, H, N, N); rows sum to one, except that rows of padded tokens are zero.
     """
-    check_tokens(y)
-    check_window(window, is_causal)
-    check_scale(scale, y.shape[-3])
-    check_slopes(slopes, y.shape[-3], is_causal)
-    check_bias(bias, y)
-    padding = as_padding(key_padding_mask, y)
+    padding = check_attention(y, is_causal, window, slopes, bias, scale, key_padding_mask)
     n, d = y.shape[-2:]
     wide = torch.promote_types(y.dtype, torch.float32)
     z = y.to(wide) - reference_point(y, padding, is_causal=is_causal).to(wide)

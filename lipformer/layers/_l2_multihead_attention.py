@@ -311,6 +311,10 @@ class L2MultiheadAttention(Bakeable):
         out = layout.unbatched(self._output(heads, angles, head_scale, bias_scale), x, self.batch_first)
         return out, cache if self.window is None else cache.latest(self.window - 1)
 
+    def _stored(self) -> Tensor:
+        """A weight as stored, for its dtype: each look at a bounded one computes the bound."""
+        return next(self.q_proj.parameters())
+
     def _slopes(self, y: Tensor) -> Tensor | None:
         """The ALiBi slopes (H,), made anew from the numbers that the certificate uses."""
         return (
@@ -324,7 +328,7 @@ class L2MultiheadAttention(Bakeable):
         if self.log_temperature is not None:
             return (2.0 * self.log_temperature.exp()).sqrt()[:, None, None]
         root = math.sqrt(2.0 * self.head_dim**-0.5)
-        return self.q_proj.weight.new_full((self.num_heads, 1, 1), root)
+        return self._stored().new_full((self.num_heads, 1, 1), root)
 
     def _keys(self, x: Tensor, offset: int) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         """Scaled keys sqrt(2 t) x W (B, H, N, d), rotated by rotary positions, and the angles."""
@@ -365,9 +369,7 @@ class L2MultiheadAttention(Bakeable):
         factor = self._root().reciprocal()
         if head_scale is not None:
             factor = factor * head_scale[:, None, None]
-        weight = rearrange(matrix * factor.to(matrix.dtype), "h d o -> o (h d)").to(
-            self.out_proj.weight.dtype
-        )
+        weight = rearrange(matrix * factor.to(matrix.dtype), "h d o -> o (h d)").to(self._stored().dtype)
         bias: Tensor | None = self.out_proj.bias
         if bias is not None and bias_scale is not None:
             bias = bias * bias_scale.to(bias.dtype)
@@ -378,9 +380,9 @@ class L2MultiheadAttention(Bakeable):
         x = layout.batched(x, self.embed_dim, self.batch_first)
         if self.max_len is not None and x.shape[1] > self.max_len:
             raise ValueError(f"max_len is {self.max_len}, got {x.shape[1]} tokens")
-        weight = self.q_proj.weight
-        if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
-            raise ValueError(f"query must have the layer's dtype {weight.dtype}, got {x.dtype}")
+        dtype = self._stored().dtype
+        if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
+            raise ValueError(f"query must have the layer's dtype {dtype}, got {x.dtype}")
         padding = layout.padding(mask, x)
         if padding is not None:
             # Whatever stands there, NaN included, must not reach the gradients of the weights.

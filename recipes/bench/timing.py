@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from recipes.bench.load import Moment, quiet_between
 
-# A layer that takes many times longer than the others runs in every third repetition only, so that
-# it does not use up the time of all.
-_MAX_STRIDE = 3
+# A layer that takes many times longer than the others runs in every second repetition only, so
+# that it does not use up the time of all.
+_MAX_STRIDE = 2
 _MAX_REPETITIONS = 200
 # So many undisturbed measurements are preferred to all of them.
 ENOUGH = 3
@@ -112,7 +112,7 @@ def training_step(layer: nn.Module, x: Tensor) -> Callable[[Callable[[], float]]
 
 
 def _strides(seconds: Mapping[str, float]) -> dict[str, int]:
-    """In which repetitions a layer runs: every one, every second or every third."""
+    """In which repetitions a layer runs: every one or every second."""
     usual = statistics.median(seconds.values())
     return {name: min(_MAX_STRIDE, max(1, round(t / (2 * usual)))) for name, t in seconds.items()}
 

@@ -4,7 +4,7 @@ every attention that has no constant."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -30,15 +30,6 @@ from tests.oracles import (
     unsquared_free_values_attention,
     untied_attention,
 )
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """The tensors are tiny: on busy cores a second thread costs ten times what it brings."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def seeded(seed: int) -> torch.Generator:

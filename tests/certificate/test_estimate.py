@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,15 +15,6 @@ from lipformer.certificate._estimate import estimate_lipschitz
 from tests.oracles import dense_jacobian, gains, l2_attention_oracle
 
 ABOVE = 1e-9  # relative: how far an estimate may pass the dense value by rounding
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """The tensors are tiny: on busy cores a second thread costs ten times what it brings."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def seeded(seed: int) -> torch.Generator:

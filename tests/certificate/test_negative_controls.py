@@ -5,7 +5,7 @@ So the certificate is no accident of the attack: each condition of docs/theory, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -23,15 +23,6 @@ from tests.oracles import (
 )
 
 N, D, HEAD = 6, 4, 2
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """The tensors are tiny: on busy cores a second thread costs ten times what it brings."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def layer() -> lf.L2MultiheadAttention:

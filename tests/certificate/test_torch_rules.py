@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
@@ -15,15 +14,6 @@ from torch import Tensor, nn
 
 import lipformer as lf
 from tests.oracles import dense_jacobian, gains
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """The tensors are tiny: on busy cores a second thread costs ten times what it brings."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def l2_gain_of(module: nn.Module, x: Tensor) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -23,15 +23,6 @@ from tests.oracles import dense_jacobian, gains, l2_attention_oracle
 
 SHAPES = [(1, 1), (2, 1), (2, 2), (3, 1), (3, 3), (4, 2), (6, 2), (9, 1), (12, 4), (16, 2), (24, 2)]
 STARTS = 10
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Small batched matrices: more threads than one only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def attention_weights(z: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

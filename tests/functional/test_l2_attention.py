@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,15 +15,6 @@ from tests.oracles import l2_attention_oracle
 
 B, H, N, D = 2, 3, 40, 8
 SLOPES = torch.tensor([0.5, 0.3, 0.07], dtype=torch.float64)  # two of them no powers of two
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """The tensors are tiny: on busy cores a second thread costs ten times what it brings."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def tokens(n: int = N, d: int = D, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,15 +13,6 @@ from lipformer.functional import l2_attention
 
 B, H, N, D = 2, 2, 60, 8
 CUTS = (0, 1, 3, 4, 5, 50)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """The tensors are tiny: on busy cores a second thread costs ten times what it brings."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def left_padding() -> Tensor:

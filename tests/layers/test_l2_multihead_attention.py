@@ -157,3 +157,18 @@ def test_heads_of_very_different_size(seed: int) -> None:
         for module, options in ((layer, {"need_weights": False}), (contractive, {})):
             found = lf.estimate_lipschitz(partial(module, **options), attack.input, norm=norm).value
             assert found <= lf.certify(module, seq_len=n, norm=norm).bound * (1 + 1e-9), norm
+
+
+def test_a_forward_pass_bounds_each_projection_once() -> None:
+    """Each look at a bounded weight costs some ten milliseconds at full size."""
+    layer = lf.L2MultiheadAttention(8, 2, value_proj=False, proj_coeff=1.0)
+    looks = []
+
+    def counted(weight: Tensor) -> Tensor:
+        looks.append(weight)
+        return lf.functional.spectral_norm_bound(weight)
+
+    for projection in (layer.q_proj, layer.out_proj):
+        projection.get_submodule("parametrizations.weight.0").measure = counted
+    layer(torch.randn(3, 2, 8), need_weights=False)
+    assert len(looks) == 2
