@@ -3,7 +3,7 @@
 Drop-in layers for Transformers whose Lipschitz constant is known and certified.
 """
 
-from lipformer import functional
+from lipformer import functional, models
 from lipformer.certificate import (
     Ask,
     Attack,
@@ -16,6 +16,7 @@ from lipformer.certificate import (
     estimate_lipschitz,
     register_bound,
 )
+from lipformer.flows import ActNorm, InvertibleResidual
 from lipformer.layers import (
     BallProjection,
     CenterNorm,
@@ -30,6 +31,7 @@ from lipformer.layers import (
     SpectralBound,
     SpectralLinear,
     bake,
+    convert_attention,
     frozen,
     spectral_bound,
 )
@@ -37,6 +39,7 @@ from lipformer.layers import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "ActNorm",
     "Ask",
     "Attack",
     "BallProjection",
@@ -47,6 +50,7 @@ __all__ = [
     "ConvexResidual",
     "Estimate",
     "FeedForward",
+    "InvertibleResidual",
     "KeyCache",
     "L2MultiheadAttention",
     "LipSwish",
@@ -58,9 +62,11 @@ __all__ = [
     "attack_lipschitz",
     "bake",
     "certify",
+    "convert_attention",
     "estimate_lipschitz",
     "frozen",
     "functional",
+    "models",
     "register_bound",
     "spectral_bound",
 ]

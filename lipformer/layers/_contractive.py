@@ -20,9 +20,9 @@ from lipformer.layers._attention_rule import (
 from lipformer.layers._bake import FirstOutput, Scaled, bake_in_place, register_bake, round_down
 from lipformer.layers._branch import call_branch
 from lipformer.layers._frozen import Freezable
-from lipformer.layers._key_cache import KeyCache
 from lipformer.layers._l2_multihead_attention import L2MultiheadAttention
 from lipformer.layers._spectral import rounding_margin
+from lipformer.layers._step import Cache, step_module
 
 # Norms that norm=None chooses from; the smallest bound wins.
 _CHOICES = ("l2", "token", "linf")
@@ -128,6 +128,13 @@ class Contractive(Freezable):
         """The index of the norm that shrinks least, (1,)."""
         return options.detach().mean(-1).argmax(-1, keepdim=True)
 
+    @torch.no_grad()
+    def norm_in_use(self) -> str:
+        """The norm that the module is divided for with its present weights; it may change with them."""
+        if len(self.norms) == 1:
+            return self.norms[0]
+        return self.norms[int(self._choice(self._options()))]
+
     def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """Runs the module and divides; shapes as the module's."""
         scales = self.scales()
@@ -139,14 +146,15 @@ class Contractive(Freezable):
         return out * round_down(scales, out.dtype)
 
     def step(
-        self, x: Tensor, cache: KeyCache | None = None, key_padding_mask: Tensor | None = None
-    ) -> tuple[Tensor, KeyCache]:
-        """Step-by-step decoding of a contractive attention layer (see L2MultiheadAttention.step)."""
+        self, x: Tensor, cache: Cache = None, key_padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, Cache]:
+        """Step-by-step decoding of a causal module (see :func:`step_module`)."""
+        scales = self.scales()
         if not isinstance(self.module, L2MultiheadAttention):
-            raise TypeError(f"step needs L2MultiheadAttention, got {type(self.module).__name__}")
+            out, cache = step_module(self.module, x, cache, key_padding_mask)
+            return out * round_down(scales, out.dtype), cache
         if self.module.causal is not True:
             raise ValueError(f"step needs attention built with causal=True, got {self.module.causal}")
-        scales = self.scales()
         return self.module.step(x, cache, key_padding_mask, head_scale=scales, bias_scale=scales.mean())
 
     def extra_repr(self) -> str:

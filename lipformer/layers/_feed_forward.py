@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from torch import nn
+from torch import Tensor, nn
 
 from lipformer.layers._activations import MaxMin
 from lipformer.layers._bake import Bakeable
 from lipformer.layers._spectral import SpectralLinear
+from lipformer.layers._step import Cache, step_module
 
 
 class FeedForward(nn.Sequential, Bakeable):
@@ -47,3 +48,9 @@ class FeedForward(nn.Sequential, Bakeable):
             layers["dropout"] = nn.Dropout(dropout)
         layers["down"] = down
         super().__init__(layers)
+
+    def step(
+        self, x: Tensor, cache: Cache = None, key_padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, Cache]:
+        """The rows of new tokens (see :func:`step_module`)."""
+        return step_module(self, x, cache, key_padding_mask)

@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lipformer.layers._bake import Bakeable
@@ -22,6 +23,7 @@ class Freezable(Bakeable):
         super().__init__()
         self._freezing = False
         self._kept: Tensor | None = None
+        self._kept_tracked = False
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy made inside a freeze is not frozen: it would never thaw.
@@ -31,8 +33,10 @@ class Freezable(Bakeable):
         """The derived tensor, computed anew unless frozen."""
         if not self._freezing:
             return compute()
-        if self._kept is None:
-            self._kept = compute()
+        # What was kept without a graph must not silence gradients that are wanted later.
+        tracked = torch.is_grad_enabled()
+        if self._kept is None or (tracked and not self._kept_tracked):
+            self._kept, self._kept_tracked = compute(), tracked
         return self._kept
 
 

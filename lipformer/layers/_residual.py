@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from lipformer.certificate import Ask, Bound, register_bound, weighted_sum
 from lipformer.layers._bake import Bakeable
 from lipformer.layers._branch import call_branch
+from lipformer.layers._step import Cache, step_module
 
 
 def same_shape(x: Tensor, out: Tensor) -> Tensor:
@@ -33,6 +34,13 @@ class Residual(Bakeable):
         """Shapes as the branch's; the mask is passed on to it."""
         return x + same_shape(x, call_branch(self.branch, x, key_padding_mask))
 
+    def step(
+        self, x: Tensor, cache: Cache = None, key_padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, Cache]:
+        """Step-by-step decoding of a causal branch (see :func:`step_module`)."""
+        out, cache = step_module(self.branch, x, cache, key_padding_mask)
+        return x + same_shape(x, out), cache
+
 
 class ConvexResidual(Bakeable):
     """(1 - a) x + a f(x), of constant at most 1 - a + a Lip(f): 1 around a 1-Lipschitz branch.
@@ -51,9 +59,18 @@ class ConvexResidual(Bakeable):
 
     def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """Shapes as the branch's; the mask is passed on to it."""
-        out = same_shape(x, call_branch(self.branch, x, key_padding_mask))
+        return self._mix(x, call_branch(self.branch, x, key_padding_mask))
+
+    def step(
+        self, x: Tensor, cache: Cache = None, key_padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, Cache]:
+        """Step-by-step decoding of a causal branch (see :func:`step_module`)."""
+        out, cache = step_module(self.branch, x, cache, key_padding_mask)
+        return self._mix(x, out), cache
+
+    def _mix(self, x: Tensor, out: Tensor) -> Tensor:
         # Not lerp, which refuses two dtypes, as autocast makes them.
-        return (1.0 - self.weight) * x + self.weight * out
+        return (1.0 - self.weight) * x + self.weight * same_shape(x, out)
 
     def extra_repr(self) -> str:
         return f"weight={self.weight}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -138,6 +139,17 @@ def test_frozen_computes_the_weight_once() -> None:
     with torch.no_grad():
         layer.parametrizations.weight.original.mul_(-1)
     assert torch.equal(layer.weight, -before)
+
+
+@pytest.mark.parametrize("quietly", [torch.no_grad, torch.inference_mode])
+def test_a_freeze_begun_without_gradients_does_not_silence_them(quietly: Any) -> None:
+    layer = lf.SpectralLinear(4, 4)
+    with lf.frozen(layer):
+        with quietly():
+            first = layer.weight
+        layer(torch.ones(1, 4)).sum().backward()
+        torch.testing.assert_close(first.clone(), layer.weight.detach())
+    assert layer.parametrizations.weight.original.grad.abs().max() > 0
 
 
 def test_frozen_leaves_other_modules_alone() -> None:

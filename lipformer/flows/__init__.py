@@ -1,0 +1,39 @@
+"""Invertible blocks, their log-determinants, and normalising flows made of them."""
+
+from lipformer.flows._act_norm import ActNorm
+from lipformer.flows._attention_flow import AttentionFlow
+from lipformer.flows._conditioning import estimate_inverse_gain
+from lipformer.flows._fixed_point import NotConverged, Record, solve_fixed_point
+from lipformer.flows._invertible_residual import InvertibleResidual
+from lipformer.flows._linear import InvertibleLinear, Permutation
+from lipformer.flows._log_det import LogDet, residual_log_det
+from lipformer.flows._log_det_causal import supports_causal
+from lipformer.flows.adapters import (
+    to_freia,
+    to_nflows,
+    to_normflows,
+    to_pyro,
+    to_torch_transform,
+    to_zuko,
+)
+
+__all__ = [
+    "ActNorm",
+    "AttentionFlow",
+    "InvertibleLinear",
+    "InvertibleResidual",
+    "LogDet",
+    "NotConverged",
+    "Permutation",
+    "Record",
+    "estimate_inverse_gain",
+    "residual_log_det",
+    "solve_fixed_point",
+    "supports_causal",
+    "to_freia",
+    "to_nflows",
+    "to_normflows",
+    "to_pyro",
+    "to_torch_transform",
+    "to_zuko",
+]

@@ -1,0 +1,133 @@
+r"""Power series of the log-determinant with Hutchinson's probes, and its memory-saving gradient.
+
+.. math:: \log\det(I + J) = \sum_{k \ge 1} \frac{(-1)^{k+1}}{k} \mathrm{tr}(J^k)
+
+Source: docs/theory, section 6.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lipformer.flows._pullback import pull
+
+# Where the default number of terms stops: at this error in nats per dimension, or at so many terms.
+_TARGET = 1e-2
+_MOST_TERMS = 40
+
+
+def truncation_error(rate: float, terms: int) -> float:
+    r"""Bound of the omitted part of the series, per dimension: :math:`L^{n+1}/((n+1)(1-L))`.
+
+    Proof. The spectral radius of J is at most L, as it is at most any operator norm (and in a causal
+    branch it is the largest one of the diagonal blocks). The trace is the sum of the eigenvalues, so
+    :math:`|\mathrm{tr} J^k| \le \dim L^k`, and
+    :math:`\sum_{k>n} L^k/k \le L^{n+1}/((n+1)(1-L))`. It bounds the error of the expectation over the
+    probes, not the noise of a probe.
+
+    Args:
+        rate: L < 1.
+        terms: n.
+    """
+    # The factor makes up for the roundings of the three operations.
+    return rate ** (terms + 1) / ((terms + 1) * (1.0 - rate)) * (1.0 + 1e-14)
+
+
+def default_terms(rate: float) -> int:
+    """The fewest terms with a truncation error of at most 0.01 nats per dimension, at most 40."""
+    return next((n for n in range(1, _MOST_TERMS) if truncation_error(rate, n) <= _TARGET), _MOST_TERMS)
+
+
+def signs(like: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Rademacher probes v of the shape, dtype and device of ``like``: independent entries +1 or -1.
+
+    Drawn on the generator's device, so that a CPU generator serves events on a GPU.
+    """
+    device = like.device if generator is None else generator.device
+    draw = torch.randint(0, 2, like.shape, generator=generator, device=device)
+    return (2 * draw - 1).to(device=like.device, dtype=like.dtype)
+
+
+def token_ramp(x: Tensor) -> Tensor:
+    """Growing weights d_i of the tokens, (T, 1), that lower the noise in causal branches.
+
+    D^-1 J D has the traces of J, whatever the diagonal matrix D. In a causal branch its block (i, j),
+    j < i, is d_j / d_i of that of J: as the weights grow, what remains are the own-token blocks, whose
+    powers cannot grow on the way to zero as those of J may. The weights grow as fast as the range of
+    the dtype allows.
+    """
+    count = x.shape[-2]
+    growth = min(8.0, 0.4 * math.log2(torch.finfo(x.dtype).max) / max(1, count - 1))
+    place = torch.arange(count, device=x.device, dtype=torch.promote_types(x.dtype, torch.float32))
+    return torch.exp2(growth * place)[:, None].to(x.dtype)
+
+
+def weighted_series(
+    out: Tensor,
+    x: Tensor,
+    probe: Tensor,
+    weights: Tensor,
+    *,
+    ramp: Tensor | None = None,
+    restrict: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None,
+    gradient: bool,
+) -> Tensor:
+    r"""One probe's estimate :math:`\sum_k \frac{(-1)^{k+1}}{k} c_k\, v^\top J^k v` of each sample, (B,).
+
+    Its gradient is that of the surrogate :math:`u^\top J v` with the constant vector
+    :math:`u = \sum_{k \ge 1} (-1)^{k-1} c_k (J^\top)^{k-1} v`. The two agree in the mean over v:
+    :math:`d\,\mathrm{tr}(J^k)/k = \mathrm{tr}(J^{k-1} dJ)`. Only the last of the backward passes
+    leaves a graph, so memory does not grow with the number of terms. Derivatives beyond the first are
+    not those of the log-determinant.
+
+    Args:
+        out: f(x) (B, T, D), in a graph that x is in.
+        x: (B, T, D).
+        probe: v (B, T, D).
+        weights: c_k, (n, B): of term k in each sample, zero once the sample has stopped. On the CPU,
+            where reading them waits for no GPU.
+        ramp: D of :func:`token_ramp`, (T, 1): J is replaced by D^-1 J D.
+        restrict: evaluates f for the samples of an index (b,) alone and returns their f(x) and x. It
+            is called whenever half of the samples have stopped, which then cost no more.
+        gradient: attach the gradient.
+    """
+    scale = torch.ones((), dtype=x.dtype, device=x.device) if ramp is None else ramp
+    wide = torch.promote_types(x.dtype, torch.float32)
+    lengths = (weights != 0).sum(0)
+    running = torch.arange(len(x))
+    row = running.to(x.device)
+    alternating = 1 - 2 * (torch.arange(len(weights)) % 2)
+    signed = (alternating[:, None] * weights).to(x.device, wide)
+    here, at, power = out, x, probe
+    mixed = torch.zeros_like(probe)
+    total = torch.zeros(len(x), dtype=wide, device=x.device)
+    for k, weight in enumerate(signed, start=1):
+        going = lengths[running] >= k
+        if restrict is not None and 2 * int(going.sum()) <= len(running):
+            running, power = running[going], power[going.to(x.device)]
+            row = running.to(x.device)
+            here, at = restrict(row)
+        if gradient:
+            mixed.index_add_(0, row, weight[row, None, None].to(mixed.dtype) * power)
+        power = scale * pull(here, at, power / scale)
+        total.index_add_(0, row, weight[row] / k * _inner(probe[row], power))
+    if not gradient:
+        return total
+    surrogate = _inner(probe, scale * pull(out, x, mixed / scale, create_graph=True))
+    return total + surrogate - surrogate.detach()
+
+
+def _inner(a: Tensor, b: Tensor) -> Tensor:
+    """<a, b> of each sample, (B, T, D) -> (B,), summed in at least float32."""
+    wide = torch.promote_types(a.dtype, torch.float32)
+    return (a.to(wide) * b.to(wide)).sum(dim=(-2, -1))
+
+
+def round_up(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """``value`` in another dtype, the next number up."""
+    cast = value.to(dtype)
+    return torch.nextafter(cast, torch.full_like(cast, math.inf)).where(cast > 0, cast)

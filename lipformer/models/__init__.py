@@ -1,0 +1,28 @@
+"""Language models made of certified layers, and the ones to compare them with."""
+
+from lipformer.models._builders import (
+    VARIANTS,
+    contractive,
+    dot_product,
+    invertible,
+    l2,
+    l2_tied,
+    lipschitz,
+)
+from lipformer.models._causal_attention import DotProductAttention, UntiedL2Attention
+from lipformer.models._config import LanguageModelConfig
+from lipformer.models._language_model import LanguageModel
+
+__all__ = [
+    "VARIANTS",
+    "DotProductAttention",
+    "LanguageModel",
+    "LanguageModelConfig",
+    "UntiedL2Attention",
+    "contractive",
+    "dot_product",
+    "invertible",
+    "l2",
+    "l2_tied",
+    "lipschitz",
+]

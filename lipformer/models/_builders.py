@@ -1,0 +1,66 @@
+"""A named builder for each variant."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lipformer.models._config import LanguageModelConfig
+from lipformer.models._language_model import LanguageModel
+
+
+def dot_product(vocab_size: int, **options: Any) -> LanguageModel:
+    """The baseline: pre-norm Transformer with dot-product attention. It has no certificate.
+
+    Args:
+        vocab_size: V.
+        options: further entries of :class:`LanguageModelConfig`; so in all builders.
+    """
+    return LanguageModel(LanguageModelConfig("dot_product", vocab_size, **options))
+
+
+def l2(vocab_size: int, **options: Any) -> LanguageModel:
+    """The baseline with untied L2 attention (:class:`UntiedL2Attention`). No bound is claimed."""
+    return LanguageModel(LanguageModelConfig("l2", vocab_size, **options))
+
+
+def l2_tied(vocab_size: int, **options: Any) -> LanguageModel:
+    """The baseline with tied L2 attention in the lean form, a quarter fewer attention weights or more.
+
+    Each attention layer is certified; LayerNorm makes the certificate of the whole finite but useless.
+    """
+    return LanguageModel(LanguageModelConfig("l2_tied", vocab_size, **options))
+
+
+def contractive(vocab_size: int, **options: Any) -> LanguageModel:
+    """The baseline with contractive L2 attention: each layer's output divided by its bound.
+
+    ``norm`` says in which norm: "self" (default; each token's effect on itself), "l2", "token" or
+    "linf". ``bound="kim2021"`` is the paper's scaling, F / UB_inf in the paper's form for max_len
+    tokens, for comparison.
+    """
+    return LanguageModel(LanguageModelConfig("contractive", vocab_size, **options))
+
+
+def lipschitz(vocab_size: int, **options: Any) -> LanguageModel:
+    """Every layer certified: one number from embedded tokens to logits.
+
+    Convex residuals around branches of constant ``coeff`` and a last linear map of constant at most
+    ``head_coeff``, which with the default coeff=1 bounds the whole.
+    """
+    return LanguageModel(LanguageModelConfig("lipschitz", vocab_size, **options))
+
+
+def invertible(vocab_size: int, **options: Any) -> LanguageModel:
+    """Every block invertible: ``model.invert(model.hidden(x))`` is x.
+
+    With ``norm="self"`` (default) attention is invertible token by token (Theorem E), with "l2",
+    "token" or "linf" by a contraction of the whole sequence, which shrinks it more.
+    """
+    return LanguageModel(LanguageModelConfig("invertible", vocab_size, **options))
+
+
+VARIANTS: dict[str, Callable[..., LanguageModel]] = {
+    builder.__name__: builder
+    for builder in (dot_product, l2, l2_tied, contractive, lipschitz, invertible)
+}

@@ -1,0 +1,210 @@
+"""What a language model is made of, as plain values that a JSON file can hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+POSITIONS = ("alibi", "rotary", "sinusoidal", "none")
+NORM_PLACES = ("pre", "post", "none")
+CONTRACTION_NORMS = ("self", "l2", "token", "linf")
+
+# The options that belong to each variant, with its best known values (docs/models). An option that
+# is not listed does nothing in that variant, so that giving it is an error.
+VARIANT_OPTIONS: dict[str, dict[str, Any]] = {
+    "dot_product": {"norm_place": "pre"},
+    "l2": {"norm_place": "pre"},
+    "l2_tied": {"norm_place": "pre", "value_proj": False},
+    "contractive": {
+        "norm_place": "post",
+        "value_proj": False,
+        "coeff": 1.0,
+        "norm": "self",
+        "bound": None,
+    },
+    "lipschitz": {
+        "norm_place": "none",
+        "value_proj": False,
+        "coeff": 1.0,
+        "norm": "l2",
+        "head_coeff": 32.0,
+    },
+    "invertible": {"value_proj": False, "coeff": 0.9, "norm": "self"},
+}
+# What the paper's own scaling fixes.
+_KIM2021: dict[str, Any] = {"norm_place": "post", "value_proj": True, "norm": "linf"}
+_OPTIONAL = ("value_proj", "norm_place", "coeff", "norm", "bound", "head_coeff")
+
+
+@dataclass(frozen=True)
+class LanguageModelConfig:
+    """The whole description of a :class:`LanguageModel`.
+
+    None stands for the best known value of the variant, and is replaced by it. Options that a variant
+    does not have stay None; giving them is an error.
+
+    Attributes:
+        variant: "dot_product", "l2", "l2_tied", "contractive", "lipschitz" or "invertible".
+        vocab_size: V, the number of symbols.
+        dim: D, the width of a token.
+        num_heads: H, a divisor of D.
+        num_layers: number of blocks of attention and feed-forward.
+        hidden: width between the two layers of the feed-forward part, default 4 D.
+        max_len: the largest number of tokens. With ALiBi any length may be used and the
+            certificate holds at any length: max_len is then only the length of training blocks.
+        dropout: of attention weights and hidden features, in training.
+        positions: "alibi" (default), "rotary", "sinusoidal" (added to the embedding) or "none".
+        slopes: ALiBi slopes, one per head; default 1/4 to 1/256 for dot_product and l2, 1/2 to 1/16
+            where query and key are tied.
+        value_proj: tied L2 attention in the paper's form (True) or in the lean form (False).
+        norm_place: "pre" or "post" (LayerNorm), "none"; in "lipschitz" "pre" is a CenterNorm.
+        coeff: bound of each contractive branch.
+        norm: the norm that branches contract in: "self" (Theorem E), "l2", "token" or "linf".
+        bound: "kim2021" divides by the published l_inf bound (contractive only).
+        head_coeff: bound of the last linear map (lipschitz only).
+        vocabulary: the symbols in the order of their numbers, one character each.
+    """
+
+    variant: str
+    vocab_size: int
+    dim: int = 128
+    num_heads: int = 4
+    num_layers: int = 3
+    hidden: int | None = None
+    max_len: int = 256
+    dropout: float = 0.0
+    positions: str | None = None
+    slopes: tuple[float, ...] | None = None
+    value_proj: bool | None = None
+    norm_place: str | None = None
+    coeff: float | None = None
+    norm: str | None = None
+    bound: str | None = None
+    head_coeff: float | None = None
+    vocabulary: str | None = None
+
+    def __post_init__(self) -> None:
+        _one_of("variant", self.variant, tuple(VARIANT_OPTIONS))
+        own = VARIANT_OPTIONS[self.variant]
+        for name in _OPTIONAL:
+            if name not in own and getattr(self, name) is not None:
+                raise ValueError(
+                    f"the variant {self.variant!r} has no option {name}, got {name}="
+                    f"{getattr(self, name)!r}; its options are {', '.join(own)}"
+                )
+        if self.bound is not None:
+            _one_of("bound", self.bound, ("kim2021",))
+            own = {**own, **_KIM2021}
+        for name, value in {"positions": "alibi", "hidden": self._default_hidden(), **own}.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+        self._check_sizes()
+        self._check_choices()
+        self._check_slopes()
+        self._check_vocabulary()
+
+    def _default_hidden(self) -> int | None:
+        return 4 * self.dim if isinstance(self.dim, int) else None
+
+    def _check_sizes(self) -> None:
+        for name in ("vocab_size", "dim", "num_heads", "num_layers", "hidden", "max_len"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
+        if self.dim % self.num_heads:
+            raise ValueError(
+                f"dim must be a multiple of num_heads, got dim={self.dim}, num_heads={self.num_heads}"
+            )
+        if not _is_number(self.dropout) or not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"dropout must be in [0, 1), got {self.dropout!r}")
+        for name in ("coeff", "head_coeff"):
+            value = getattr(self, name)
+            if value is not None and (not _is_number(value) or not 0.0 < value < math.inf):
+                raise ValueError(f"{name} must be positive and finite, got {value!r}")
+        if self.variant == "invertible" and not (self.coeff or 1.0) < 1.0:
+            raise ValueError(f"coeff must be below 1 in an invertible model, got {self.coeff!r}")
+
+    def _check_choices(self) -> None:
+        _one_of("positions", self.positions, POSITIONS)
+        if self.norm_place is not None:
+            allowed = ("pre", "none") if self.variant == "lipschitz" else NORM_PLACES
+            _one_of("norm_place", self.norm_place, allowed)
+        if self.norm is not None:
+            # The map from input to logits of the lipschitz variant is bounded in the l2 norm or the
+            # token norm; a bound of each token's effect on itself alone would not bound it.
+            without_self = self.variant == "lipschitz"
+            _one_of("norm", self.norm, CONTRACTION_NORMS[1 if without_self else 0 :])
+        if self.value_proj is not None and not isinstance(self.value_proj, bool):
+            raise ValueError(f"value_proj must be True or False, got {self.value_proj!r}")
+        if self.bound == "kim2021" and (self.value_proj is not True or self.norm != "linf"):
+            raise ValueError(
+                "bound='kim2021' is the paper's form in the linf norm: value_proj=True and norm='linf', "
+                f"got value_proj={self.value_proj!r}, norm={self.norm!r}"
+            )
+
+    def _check_slopes(self) -> None:
+        if self.slopes is None:
+            return
+        given = self.slopes
+        if self.positions != "alibi":
+            raise ValueError(f"slopes need positions='alibi', got positions={self.positions!r}")
+        if (
+            not isinstance(given, (list, tuple))
+            or len(given) != self.num_heads
+            or not all(_is_number(s) and 1e-30 < s < 1e30 for s in given)
+        ):
+            raise ValueError(f"slopes must be {self.num_heads} positive numbers, got {given!r}")
+        object.__setattr__(self, "slopes", tuple(float(s) for s in given))
+
+    def _check_vocabulary(self) -> None:
+        symbols = self.vocabulary
+        if symbols is None:
+            return
+        if not isinstance(symbols, str) or len(set(symbols)) != len(symbols):
+            raise ValueError(f"vocabulary must be a string of distinct characters, got {symbols!r}")
+        if len(symbols) != self.vocab_size:
+            raise ValueError(
+                f"vocabulary must have vocab_size={self.vocab_size} characters, got {len(symbols)}"
+            )
+
+    @property
+    def any_length(self) -> bool:
+        """Whether the model takes (and is certified for) sequences of any length."""
+        # The published bound is for a number of tokens, whatever the positions.
+        return self.positions == "alibi" and self.bound is None
+
+    def to_dict(self) -> dict[str, Any]:
+        """All entries as JSON values."""
+        entries = dataclasses.asdict(self)
+        return {**entries, "slopes": None if self.slopes is None else list(self.slopes)}
+
+    @classmethod
+    def from_dict(cls, entries: Mapping[str, Any]) -> LanguageModelConfig:
+        """The config of :meth:`to_dict`'s entries.
+
+        Raises:
+            ValueError: an entry is unknown, missing or wrong; it says which.
+        """
+        if not isinstance(entries, Mapping):
+            raise ValueError(f"a config is a mapping of names to values, got {type(entries).__name__}")
+        fields = dataclasses.fields(cls)
+        known = [field.name for field in fields]
+        unknown = [str(name) for name in entries if name not in known]
+        if unknown:
+            raise ValueError(f"unknown entries {', '.join(unknown)}; allowed are {', '.join(known)}")
+        missing = [name for name in ("variant", "vocab_size") if name not in entries]
+        if missing:
+            raise ValueError(f"missing entries: {', '.join(missing)}")
+        return cls(**entries)
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -1,0 +1,127 @@
+"""Saved models: a safetensors file of weights and a JSON file that describes the model."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from os import PathLike
+from pathlib import Path
+from types import ModuleType
+
+from torch import Tensor, nn
+
+from lipformer.models._config import LanguageModelConfig
+
+FORMAT = "lipformer.LanguageModel"
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+
+
+def save(
+    directory: str | PathLike[str], config: LanguageModelConfig, tensors: Mapping[str, Tensor]
+) -> None:
+    """Writes both files, each to a temporary one that then takes its name.
+
+    The weights name the config they were saved with by its digest, so that a save that was broken
+    between the two files is noticed when it is loaded.
+    """
+    safetensors = _safetensors()
+    folder = Path(directory)
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(f"a model is saved in a directory, got the file {folder}")
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"format": FORMAT, **config.to_dict()}, indent=2, ensure_ascii=False) + "\n"
+    metadata = {"format": "pt", "config": _digest(config)}
+    weights = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+    _replace(folder / WEIGHTS, lambda path: safetensors.torch.save_file(weights, path, metadata))
+    _replace(folder / CONFIG, lambda path: Path(path).write_text(text, encoding="utf-8"))
+
+
+def load(directory: str | PathLike[str]) -> tuple[LanguageModelConfig, dict[str, Tensor]]:
+    """Reads and checks both files."""
+    safetensors = _safetensors()
+    folder = Path(directory)
+    for name in (CONFIG, WEIGHTS):
+        if not (folder / name).is_file():
+            raise FileNotFoundError(
+                f"{folder} has no file {name}; a saved model is a directory with {CONFIG} and {WEIGHTS}"
+            )
+    config = _read_config(folder / CONFIG)
+    try:
+        with safetensors.safe_open(str(folder / WEIGHTS), framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (safetensors.SafetensorError, OSError) as error:
+        raise ValueError(f"{folder / WEIGHTS} is truncated or no safetensors file: {error}") from error
+    if metadata.get("config") != _digest(config):
+        raise ValueError(
+            f"{folder / WEIGHTS} was not saved with this {CONFIG}: save the model again, both files at "
+            "once"
+        )
+    return config, tensors
+
+
+def fill(model: nn.Module, tensors: Mapping[str, Tensor], directory: str | PathLike[str]) -> None:
+    """Loads tensors into a model of the same names and shapes, which takes their dtype."""
+    own = model.state_dict()
+    wrong = sorted(own.keys() ^ tensors.keys())
+    wrong += [name for name in own.keys() & tensors.keys() if own[name].shape != tensors[name].shape]
+    if wrong:
+        raise ValueError(
+            f"{Path(directory) / WEIGHTS} does not fit the model: {len(wrong)} tensors are missing, "
+            f"unknown or of another shape, the first is {wrong[0]}"
+        )
+    for dtype in {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}:
+        model.to(dtype)
+    model.load_state_dict(dict(tensors))
+
+
+def _read_config(path: Path) -> LanguageModelConfig:
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is truncated or no JSON file: {error}") from error
+    if not isinstance(entries, dict) or entries.pop("format", None) != FORMAT:
+        raise ValueError(f'{path} does not describe a lipformer language model ("format": "{FORMAT}")')
+    try:
+        return LanguageModelConfig.from_dict(entries)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _digest(config: LanguageModelConfig) -> str:
+    text = json.dumps(config.to_dict(), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _replace(path: Path, write: Callable[[str], object]) -> None:
+    """Writes a file under another name in the same directory and renames it when it is whole."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    os.close(handle)
+    try:
+        write(temporary)
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        # mkstemp's files are private; these are made like any other.
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(temporary, 0o666 & ~mask)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _safetensors() -> ModuleType:
+    """The package safetensors with its module for torch, or an error that says how to get it."""
+    try:
+        safetensors = importlib.import_module("safetensors")
+        importlib.import_module("safetensors.torch")
+    except ImportError as error:
+        raise ImportError(
+            "saving and loading models needs the package safetensors: pip install safetensors"
+        ) from error
+    return safetensors

@@ -1,0 +1,133 @@
+"""The pictures of a trained flow on sets of points."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import matplotlib
+import torch
+from matplotlib.axes import Axes
+from torch import Tensor
+
+import lipformer as lf
+from lipformer.flows import AttentionFlow, InvertibleResidual
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+
+def _frame(axes: Axes, reach: float) -> None:
+    axes.set(xlim=(-reach, reach), ylim=(-reach, reach), xticks=[], yticks=[], aspect="equal")
+
+
+def draw_samples(held_out: Tensor, samples: Tensor, path: Path) -> None:
+    """Samples against data: all points together, and five sets of each."""
+    reach = 1.1 * held_out.abs().amax().item()
+    figure, rows = plt.subplots(2, 6, figsize=(13, 4.6), layout="constrained")
+    for row, (name, sets) in zip(
+        rows, {"held-out data": held_out, "samples": samples}.items(), strict=True
+    ):
+        cloud = sets.flatten(0, 1)[:6000]
+        row[0].plot(cloud[:, 0], cloud[:, 1], ",", color="black", alpha=0.6)
+        row[0].set_title(f"{name}: all points")
+        for axes, one in zip(row[1:], sets, strict=False):
+            axes.plot(one[:, 0], one[:, 1], "o", markersize=4)
+            axes.set_title("one set")
+        for axes in row:
+            _frame(axes, reach)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+@torch.no_grad()
+def next_point_density(
+    log_prob: Callable[[Tensor], Tensor], others: Tensor, reach: float, cells: int
+) -> Tensor:
+    """p(last point | the others) on a grid, (cells, cells), normalised over it.
+
+    Args:
+        log_prob: of whole sets (B, T, 2).
+        others: (T - 1, 2).
+        reach: the grid covers [-reach, reach] in both directions.
+        cells: of the grid in each direction.
+    """
+    line = (torch.arange(cells) + 0.5) / cells * 2.0 * reach - reach
+    grid = torch.stack(torch.meshgrid(line, line, indexing="xy"), -1).reshape(-1, 1, 2)
+    sets = torch.cat([others.expand(len(grid), -1, -1), grid.to(others)], 1)
+    log_density = torch.cat([log_prob(part) for part in sets.split(256)]).double()
+    return log_density.softmax(0).reshape(cells, cells) * (cells / (2.0 * reach)) ** 2
+
+
+def draw_density(
+    log_prob: Callable[[Tensor], Tensor], held_out: Tensor, path: Path, cells: int = 48
+) -> None:
+    """The exact density of one more point, given the other points of a held-out set, for three sets."""
+    reach = 1.1 * held_out.abs().amax().item()
+    figure, row = plt.subplots(1, 3, figsize=(10, 3.6), layout="constrained")
+    for axes, one in zip(row, held_out, strict=False):
+        density = next_point_density(log_prob, one[:-1], reach, cells)
+        axes.imshow(density.cpu(), origin="lower", extent=(-reach, reach, -reach, reach), cmap="magma")
+        axes.plot(*one[:-1].cpu().T, "o", color="white", markersize=3, label="given")
+        axes.plot(*one[-1].cpu(), "x", color="cyan", label="the next point")
+        axes.set_title("density of the next point")
+        _frame(axes, reach)
+    row[0].legend(loc="lower right", fontsize="small")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+@torch.no_grad()
+def inversion_errors(
+    flow: AttentionFlow, x: Tensor, tolerances: tuple[float, ...]
+) -> dict[str, list[tuple[int, float]]]:
+    """How far the inverse of the slowest attention block is from the truth after so many evaluations.
+
+    Args:
+        flow: a trained flow; a float64 copy of it is used, so that rounding does not hide the rate.
+        x: data (B, T, D).
+        tolerances: asked of the solver, one solve each.
+
+    Returns:
+        Pairs (evaluations of the branch, largest error of a coordinate) for "plain" and "Anderson".
+    """
+    flow = copy.deepcopy(flow).double().eval()
+    x = x.double()
+    slowest: tuple[int, InvertibleResidual, Tensor] | None = None
+    for block in flow.blocks:
+        y = block(x)
+        if isinstance(block, InvertibleResidual) and _attends(block):
+            count = block.inverse_with_record(y)[1].iterations
+            if slowest is None or count > slowest[0]:
+                slowest = count, block, x
+        x = y
+    assert slowest is not None, "a flow has attention"
+    _, block, x = slowest
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for name, accelerate in (("plain", False), ("Anderson", True)):
+        block.accelerate = accelerate
+        curves[name] = []
+        for tolerance in tolerances:
+            found, record = block.inverse_with_record(block(x), tol=tolerance)
+            curves[name].append((record.iterations, (found - x).abs().max().item()))
+    return curves
+
+
+def _attends(block: InvertibleResidual) -> bool:
+    return any(isinstance(part, lf.L2MultiheadAttention) for part in block.modules())
+
+
+def draw_inversion(curves: dict[str, list[tuple[int, float]]], coeff: float, path: Path) -> None:
+    """Error of the inverse against evaluations, beside the rate that the certificate promises."""
+    figure, axes = plt.subplots(figsize=(5.5, 4), layout="constrained")
+    for name, pairs in curves.items():
+        axes.semilogy(*zip(*pairs, strict=True), "o-", label=name)
+    most = max(count for pairs in curves.values() for count, _ in pairs)
+    axes.semilogy(range(1, most + 1), [coeff**k for k in range(1, most + 1)], ":", label="promised")
+    axes.set(
+        xlabel="evaluations of the branch", ylabel="largest error", title="Inverse of an attention block"
+    )
+    axes.legend()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

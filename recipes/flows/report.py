@@ -1,0 +1,183 @@
+"""The report of a run: baselines of the same size on the same data, pictures and a table."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+
+from recipes.flows.baselines import SetGaussian, real_nvp, train_real_nvp
+from recipes.flows.data import PointSets
+from recipes.flows.module import FlowModule
+from recipes.flows.pictures import draw_density, draw_inversion, draw_samples, inversion_errors
+
+
+@dataclass(frozen=True)
+class Row:
+    """A model's held-out score.
+
+    Attributes:
+        model: what it is.
+        parameters: how many numbers it learns.
+        updates: of the optimiser, 0 for a fit in closed form.
+        seconds: of training.
+        nats_per_point: the mean of -log p over held-out sets, by the points of a set.
+        error: its standard error over the sets.
+    """
+
+    model: str
+    parameters: int
+    updates: int
+    seconds: float
+    nats_per_point: float
+    error: float
+
+    @classmethod
+    def of(
+        cls, model: str, log_prob: Tensor, points: int, parameters: int, updates: int, seconds: float
+    ) -> Row:
+        """Sums up log p of the held-out sets, (B,)."""
+        nats = -log_prob.double() / points
+        error = nats.std().item() / len(nats) ** 0.5
+        return cls(model, parameters, updates, seconds, nats.mean().item(), error)
+
+
+def markdown(rows: list[Row], points: int) -> str:
+    """The table of the report."""
+    lines = [
+        "| model | parameters | updates | training, s | nats per point | nats per set |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        lines.append(
+            f"| {row.model} | {row.parameters} | {row.updates or '-'} | {row.seconds:.0f} "
+            f"| {row.nats_per_point:.3f} ± {row.error:.3f} | {points * row.nats_per_point:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def count(module: nn.Module) -> int:
+    """Trained numbers of a module."""
+    return sum(p.numel() for p in module.parameters() if p.requires_grad)
+
+
+def training_sets(data: PointSets) -> Iterator[Tensor]:
+    """Batches (B, T, 2) for ever, as the flow gets them."""
+    while True:
+        for (x,) in data.train_dataloader():
+            yield x
+
+
+class Report(L.Callback):
+    """Trains the baselines after the flow and writes pictures and the table.
+
+    The RealNVP has as many parameters as the flow at the most, and gets as many updates of the same
+    batch size with the same optimiser, gradient clipping and schedule; of some learning rates it gets
+    the one that is best on the held-out sets, which favours it.
+
+    Args:
+        directory: of the report.
+        learning_rates: of the RealNVP.
+        samples: sets drawn from the flow.
+        cells: of the grid of densities in each direction.
+    """
+
+    def __init__(
+        self,
+        directory: str = "report/flows",
+        learning_rates: tuple[float, ...] = (1e-3, 3e-3),
+        samples: int = 500,
+        cells: int = 40,
+    ) -> None:
+        self.directory = Path(directory)
+        self.learning_rates = learning_rates
+        self.samples = samples
+        self.cells = cells
+        self._begin = 0.0
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Starts the clock."""
+        self._begin = time.perf_counter()
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Writes the report, in the first process only."""
+        seconds = time.perf_counter() - self._begin
+        if not trainer.is_global_zero:
+            return
+        assert isinstance(pl_module, FlowModule)
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        assert isinstance(data, PointSets)
+        pl_module.eval()
+        self.directory.mkdir(parents=True, exist_ok=True)
+        rows = self.score(pl_module, data, trainer.global_step, seconds)
+        self.draw(pl_module, data)
+        text = self.text(rows, data)
+        (self.directory / "report.md").write_text(text, encoding="utf-8")
+        print(f"\n{text}\nwritten to {self.directory}")
+
+    @torch.no_grad()
+    def score(self, module: FlowModule, data: PointSets, updates: int, seconds: float) -> list[Row]:
+        """The flow and the baselines on the held-out sets."""
+        held_out = data.held_out.to(module.device)
+        log_prob = torch.cat([module.log_prob(x) for x in held_out.split(128)])
+        name = "AttentionFlow, causal" if module.flow.causal else "AttentionFlow, sets"
+        size = count(module)
+        rows = [Row.of(name, log_prob, data.points, size, updates, seconds)]
+        begin = time.perf_counter()
+        batches = training_sets(data)
+        gaussian = SetGaussian(torch.cat([next(batches) for _ in range(len(data.train_dataloader()))]))
+        seconds = time.perf_counter() - begin
+        log_prob = gaussian.log_prob(data.held_out)
+        title = "Gaussian, full covariance of the set"
+        rows.append(Row.of(title, log_prob, data.points, gaussian.parameters, 0, seconds))
+        rows.append(min(self.real_nvps(data, size, updates), key=lambda row: row.nats_per_point))
+        return rows
+
+    @torch.enable_grad()
+    def real_nvps(self, data: PointSets, size: int, updates: int) -> list[Row]:
+        """A RealNVP for each learning rate."""
+        rows = []
+        for rate in self.learning_rates:
+            print(f"training the RealNVP, {updates} updates at learning rate {rate:g}")
+            torch.manual_seed(0)
+            model = real_nvp(data.points, 2, size)
+            begin = time.perf_counter()
+            train_real_nvp(model, training_sets(data), updates, rate)
+            seconds = time.perf_counter() - begin
+            model.eval()
+            with torch.no_grad():
+                log_prob = model.log_prob(data.held_out.flatten(1))  # type: ignore[operator]
+            title = f"RealNVP (normflows), rate {rate:g}"
+            rows.append(Row.of(title, log_prob, data.points, count(model), updates, seconds))
+        return rows
+
+    @torch.no_grad()
+    def draw(self, module: FlowModule, data: PointSets) -> None:
+        """The three pictures."""
+        generator = torch.Generator(module.device).manual_seed(0)
+        samples = module.flow.sample(self.samples, data.points, generator=generator, tol=1e-4)
+        draw_samples(data.held_out, samples.cpu(), self.directory / "samples.png")
+        held_out = data.held_out.to(module.device)
+        draw_density(module.log_prob, held_out, self.directory / "density.png", self.cells)
+        tolerances = tuple(10.0**-k for k in range(1, 13))
+        curves = inversion_errors(module.flow, held_out[:8], tolerances)
+        coeff = module.hparams["coeff"]
+        draw_inversion(curves, coeff, self.directory / "inversion.png")
+
+    def text(self, rows: list[Row], data: PointSets) -> str:
+        """The report as Markdown."""
+        return (
+            f"# {data.name}: sets of {data.points} points\n\n"
+            f"Mean of -log p over {len(data.held_out)} held-out sets with exact log-determinants; less "
+            "is better. ± is one standard error over the sets. All models saw the same training sets; "
+            "RealNVP got the flow's number of updates and the better of its learning rates.\n\n"
+            f"{markdown(rows, data.points)}\n\n"
+            "- `samples.png`: samples against held-out data.\n"
+            "- `density.png`: the density of one more point, given the others of a held-out set.\n"
+            "- `inversion.png`: error of the slowest attention block's inverse against evaluations.\n"
+        )

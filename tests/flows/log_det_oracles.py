@@ -1,0 +1,64 @@
+"""Slow references for log-determinants, and the branches that their tests share."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import lipformer as lf
+from lipformer.layers._branch import call_branch
+from tests.oracles import dense_jacobian
+
+
+def log_det_oracle(branch: nn.Module, x: Tensor, padding: Tensor | None = None) -> Tensor:
+    """log|det(I + J)| of each sample alone, over its unpadded tokens, from autograd's Jacobian."""
+    values = []
+    for b in range(len(x)):
+        kept = torch.ones(x.shape[1], dtype=torch.bool) if padding is None else ~padding[b]
+        mask = None if padding is None else padding[b : b + 1]
+
+        def fn(valid: Tensor, b: int = b, kept: Tensor = kept, mask: Tensor | None = mask) -> Tensor:
+            tokens = x[b].detach().clone().index_put((kept,), valid)
+            return call_branch(branch, tokens[None], mask)[0][kept]
+
+        with sdpa_kernel(SDPBackend.MATH):
+            jacobian = dense_jacobian(fn, x[b][kept].detach())
+        values.append(torch.linalg.slogdet(torch.eye(len(jacobian)) + jacobian).logabsdet)
+    return torch.stack(values)
+
+
+def attention(width: int = 4, heads: int = 2, **options: object) -> lf.L2MultiheadAttention:
+    """Batch-first attention with weights large enough for a Jacobian far from its diagonal."""
+    layer = lf.L2MultiheadAttention(width, heads, batch_first=True, **options)  # type: ignore[arg-type]
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(0.7 * torch.randn_like(parameter))
+    return layer
+
+
+def smooth_feed_forward(width: int = 4, hidden: int = 8) -> lf.FeedForward:
+    """With an activation whose second derivative is not zero."""
+    return lf.FeedForward(width, hidden, activation=lf.LipSwish())
+
+
+def some_padding(batch: int, tokens: int) -> Tensor:
+    """(B, T): one token missing inside, several at the end, none."""
+    padding = torch.zeros(batch, tokens, dtype=torch.bool)
+    padding[0, tokens // 2] = True
+    padding[1, -2:] = True
+    return padding
+
+
+def all_signs(tokens: int, width: int) -> Tensor:
+    """Every Rademacher probe, (2^n, T, D): their average is the expectation itself."""
+    rows = list(itertools.product((-1.0, 1.0), repeat=tokens * width))
+    return torch.tensor(rows).reshape(-1, tokens, width)
+
+
+def gradients(value: Tensor, *inputs: Tensor) -> list[Tensor]:
+    """Of the sum of ``value``, zeros where there is none."""
+    found = torch.autograd.grad(value.sum(), inputs, allow_unused=True)
+    return [torch.zeros_like(i) if g is None else g for i, g in zip(inputs, found, strict=True)]

@@ -1,0 +1,374 @@
+"""Through each of six hosts a block has the log_prob that it has here, and samples that fit it."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributions import Independent, Normal, TransformedDistribution
+
+import lipformer as lf
+from lipformer.flows import (
+    ActNorm,
+    AttentionFlow,
+    InvertibleResidual,
+    adapters,
+    to_freia,
+    to_nflows,
+    to_normflows,
+    to_pyro,
+    to_torch_transform,
+    to_zuko,
+)
+
+with warnings.catch_warnings():
+    # Its docstrings have invalid escapes, which Python warns of when it first compiles them.
+    warnings.simplefilter("ignore")
+    import FrEIA.framework
+    import FrEIA.modules
+
+T, D = 5, 4
+
+
+def block(mode: str = "causal") -> InvertibleResidual:
+    causal = mode == "causal"
+    attention = lf.L2MultiheadAttention(D, 2, batch_first=True, value_proj=False, causal=causal)
+    return InvertibleResidual(attention, 0.9, mode, seq_len=T)
+
+
+def reference(module: Any, x: Tensor, **options: Any) -> Tensor:
+    """Our own log_prob with a standard normal base."""
+    noise, log_det = module.forward_and_log_det(x, **options)
+    return Normal(0.0, 1.0).log_prob(noise).sum((1, 2)) + log_det
+
+
+def normal() -> Independent:
+    return Independent(Normal(torch.zeros(T, D), torch.ones(T, D)), 2)
+
+
+class Host:
+    """A density in one of the libraries: log_prob of (B, T, D) and samples."""
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        raise NotImplementedError
+
+    def log_prob(self, x: Tensor) -> Tensor:
+        return self.density.log_prob(x)
+
+    def sample(self, n: int) -> Tensor:
+        return self.density.sample((n,))
+
+
+class Torch(Host):
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        self.density = TransformedDistribution(normal(), [to_torch_transform(module, **options)])
+
+
+class Pyro(Host):
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        import pyro.distributions as dist
+
+        base = dist.Normal(torch.zeros(T, D), torch.ones(T, D)).to_event(2)
+        self.density = dist.TransformedDistribution(base, [to_pyro(module, **options)])
+
+
+class Zuko(Host):
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        import zuko
+
+        def base(loc: Tensor, scale: Tensor) -> Independent:
+            return Independent(Normal(loc, scale), 2)
+
+        lazy = zuko.lazy.UnconditionalDistribution(base, torch.zeros(T, D), torch.ones(T, D))
+        self.density = zuko.lazy.Flow(to_zuko(module, **options), lazy)()
+
+
+class Normflows(Host):
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        import normflows as nf
+
+        base = nf.distributions.DiagGaussian((T, D), trainable=False)
+        self.density = nf.NormalizingFlow(base, [to_normflows(module, **options)])
+
+    def sample(self, n: int) -> Tensor:
+        return self.density.sample(n)[0]
+
+
+class Nflows(Host):
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        from nflows.distributions.normal import StandardNormal
+        from nflows.flows.base import Flow
+
+        self.density = Flow(to_nflows(module, **options), StandardNormal([T, D]))
+
+    def sample(self, n: int) -> Tensor:
+        return self.density.sample(n)
+
+
+class Freia(Host):
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        self.network = FrEIA.framework.SequenceINN(T, D)
+        self.network.append(lambda dims_in: to_freia(module, dims_in, **options))
+
+    def log_prob(self, x: Tensor) -> Tensor:
+        noise, log_det = self.network(x)
+        return normal().log_prob(noise) + log_det
+
+    def sample(self, n: int) -> Tensor:
+        return self.network(torch.randn(n, T, D), rev=True)[0]
+
+
+HOSTS = {host.__name__: host for host in (Torch, Normflows, Nflows, Freia, Zuko, Pyro)}
+MODULES: dict[str, Callable[[], Any]] = {
+    "causal block": block,
+    "norm block, exact": lambda: block("norm"),
+    "ActNorm": lambda: ActNorm(D).eval(),
+    "AttentionFlow": lambda: AttentionFlow(D, depth=1, num_heads=2, hidden=8, mode="causal").eval(),
+}
+ADAPTERS = [to_torch_transform, to_normflows, to_nflows, to_freia, to_zuko, to_pyro]
+
+
+def options_of(name: str) -> dict[str, Any]:
+    return {"method": "exact"} if "exact" in name else {}
+
+
+@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("name", MODULES)
+def test_log_prob_agrees_and_samples_round_trip(host: str, name: str) -> None:
+    module, options = MODULES[name](), options_of(name)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    density = HOSTS[host](module, **options)
+    x = torch.randn(6, T, D)
+    got = density.log_prob(x)
+    assert got.shape == (6,)
+    torch.testing.assert_close(got, reference(module, x, **options), rtol=0, atol=1e-5)
+    with torch.no_grad():
+        torch.manual_seed(3)
+        samples = density.sample(7)
+        torch.manual_seed(3)
+        noise = torch.randn(7, T, D)
+    assert samples.shape == (7, T, D)
+    torch.testing.assert_close(module(samples), noise, rtol=0, atol=1e-4)
+    expected = reference(module, samples, **options)
+    torch.testing.assert_close(density.log_prob(samples), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_the_loss_of_a_host_trains_the_block(host: str) -> None:
+    module = block()
+    (-HOSTS[host](module).log_prob(torch.randn(4, T, D)).mean()).backward()
+    got = [p.grad.clone() for p in module.parameters() if p.grad is not None]
+    torch.manual_seed(0)
+    module.zero_grad()
+    assert got
+    assert all(bool(torch.isfinite(g).all()) and bool((g != 0).any()) for g in got)
+
+
+@pytest.mark.parametrize("adapt", [to_torch_transform, to_pyro, to_zuko])
+def test_any_leading_shape(adapt: Callable[..., Any]) -> None:
+    module = block()
+    transform = adapt(module)
+    if adapt is to_zuko:
+        transform = transform().inv
+    noise = torch.randn(2, 3, T, D)
+    data = transform(noise)
+    assert data.shape == noise.shape
+    log_det = transform.log_abs_det_jacobian(noise, data)
+    expected = module.forward_and_log_det(data.reshape(6, T, D))[1]
+    torch.testing.assert_close(log_det, -expected.reshape(2, 3))
+    one = transform(noise[0, 0])
+    torch.testing.assert_close(one, data[0, 0], rtol=0, atol=1e-5)
+    assert transform.log_abs_det_jacobian(noise[0, 0], one).shape == ()
+
+
+class Counted(ActNorm):
+    """Counts how often it runs."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__(dim)
+        self.forwards = self.inverses = 0
+
+    def token_map(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        return super().token_map(x)
+
+    def token_inverse(self, y: Tensor) -> Tensor:
+        self.inverses += 1
+        return super().token_inverse(y)
+
+
+@pytest.mark.parametrize("host", ["Torch", "Pyro", "Zuko"])
+def test_log_prob_runs_the_block_once(host: str) -> None:
+    module = Counted(D).eval()
+    density = HOSTS[host](module)
+    density.log_prob(torch.randn(3, T, D))
+    assert (module.forwards, module.inverses) == (1, 0)
+    density.sample(3)
+    assert (module.forwards, module.inverses) == (1, 1)
+
+
+def test_the_kept_pair_is_never_out_of_date() -> None:
+    module = ActNorm(D).eval()
+    density = Torch(module)
+    x = torch.randn(3, T, D)
+    before = density.log_prob(x)
+    with torch.no_grad():
+        module.log_scale.fill_(1.0)
+    after = density.log_prob(x)
+    torch.testing.assert_close(after, reference(module, x))
+    assert (after - before).abs().max() > 1.0
+    # Other tensors of the same values are other tensors.
+    transform = to_torch_transform(module)
+    noise = transform.inv(x)
+    torch.testing.assert_close(transform.log_abs_det_jacobian(noise, 2 * x), -torch.full((3,), 20.0))
+
+
+def test_torch_transform_interface() -> None:
+    transform = to_torch_transform(block())
+    assert transform.bijective
+    assert transform.domain.event_dim == transform.codomain.event_dim == 2
+    assert transform.forward_shape(torch.Size([7, T, D])) == (7, T, D)
+    cached = transform.with_cache(1)
+    noise = torch.randn(2, T, D)
+    data = cached(noise)
+    assert cached.inv(data) is noise
+    assert transform.with_cache(0) is transform
+    composed = torch.distributions.ComposeTransform([transform, to_torch_transform(ActNorm(D).eval())])
+    y = composed(noise)
+    torch.testing.assert_close(composed.inv(y), noise, rtol=0, atol=1e-5)
+
+
+def test_samples_are_differentiable() -> None:
+    module = ActNorm(D).eval()
+    density = TransformedDistribution(normal(), [to_torch_transform(module)])
+    density.rsample((2,)).sum().backward()
+    assert module.shift.grad is not None
+    assert module.shift.grad.tolist() == [-10.0] * D
+
+
+def test_freia_gets_zeros_when_it_asks_for_no_jacobian() -> None:
+    module = to_freia(block(), [(T, D)])
+    x = torch.randn(3, T, D)
+    for rev in (False, True):
+        (out,), log_det = module((x,), rev=rev, jac=False)
+        (expected,), with_log_det = module((x,), rev=rev)
+        torch.testing.assert_close(out, expected)
+        assert torch.equal(log_det, torch.zeros(3))
+        assert with_log_det.abs().max() > 0
+    assert module.output_dims([(T, D)]) == [(T, D)]
+    with pytest.raises(ValueError, match="one input, got 2"):
+        module.output_dims([(T, D), (T, D)])
+    with pytest.raises(ValueError, match=r"events have shape \(T, D\)"):
+        to_freia(block(), [(D,)])
+
+
+def test_in_a_freia_graph() -> None:
+    framework = FrEIA.framework
+    module = block()
+    start = framework.InputNode(T, D, name="x")
+    node = framework.Node(start, adapters._hosts.FreiaBlock, {"block": module}, name="attention")
+    network = framework.GraphINN([start, node, framework.OutputNode(node, name="z")])
+    x = torch.randn(2, T, D)
+    noise, log_det = network(x)
+    torch.testing.assert_close(noise, module(x))
+    torch.testing.assert_close(log_det, module.forward_and_log_det(x)[1])
+
+
+def test_pyro_can_hash_and_register_it() -> None:
+    import pyro
+
+    module = to_pyro(block())
+    assert isinstance(hash(module), int)
+    assert module in {module}
+    assert len(list(module.parameters())) == len(list(block().parameters()))
+    pyro.clear_param_store()
+    pyro.module("flow", module)
+    assert len(pyro.get_param_store()) == len(list(module.parameters()))
+    pyro.clear_param_store()
+
+
+@pytest.mark.parametrize("adapt", ADAPTERS)
+def test_adapters_copy_and_pickle(adapt: Callable[..., Any]) -> None:
+    adapted = adapt(block())
+    x = torch.randn(2, T, D)
+    if adapt in (to_torch_transform, to_pyro):
+        adapted.inv(x)  # a pair with a graph is kept
+    file = io.BytesIO()
+    pickle.dump(adapted, file)
+    file.seek(0)
+    for twin in (copy.deepcopy(adapted), pickle.load(file)):
+        assert twin.block is not adapted.block
+        torch.testing.assert_close(twin.block(x), adapted.block(x))
+
+
+@pytest.mark.parametrize("adapt", [to_normflows, to_nflows, to_freia, to_zuko, to_pyro])
+def test_options_reach_the_block(adapt: Callable[..., Any]) -> None:
+    module = block()
+    adapted = adapt(module, tol=1e-1, max_iter=3, method="exact")
+    noise = torch.randn(2, T, D)
+    run: dict[Any, Callable[[], Any]] = {
+        to_normflows: lambda: adapted(noise),
+        to_nflows: lambda: adapted.inverse(noise),
+        to_freia: lambda: adapted((noise,), rev=True),
+        to_zuko: lambda: adapted().inv(noise),
+        to_pyro: lambda: adapted(noise),
+    }
+    run[adapt]()
+    assert module.record is not None
+    assert module.record.iterations <= 3 * T
+
+
+@pytest.mark.parametrize(
+    ("adapt", "package"),
+    [
+        (to_normflows, "normflows"),
+        (to_nflows, "nflows"),
+        (to_freia, "FrEIA"),
+        (to_zuko, "zuko"),
+        (to_pyro, "pyro-ppl"),
+    ],
+)
+def test_a_missing_library_is_named(
+    adapt: Callable[..., Any], package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapters._hosts._class.cache_clear()
+    name = "pyro" if package == "pyro-ppl" else package
+    for module in [key for key in sys.modules if key.split(".")[0] == name]:
+        monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ImportError, match=rf"needs {package}.*pip install 'lipformer\[flows\]'"):
+        adapt(block())
+    monkeypatch.undo()
+    adapters._hosts._class.cache_clear()
+    adapt(block())
+
+
+@pytest.mark.parametrize("adapt", ADAPTERS)
+def test_what_is_not_invertible_is_refused(adapt: Callable[..., Any]) -> None:
+    with pytest.raises(TypeError, match="forward_and_log_det.*got Linear"):
+        adapt(nn.Linear(2, 2))
+
+
+def test_a_condition_is_refused() -> None:
+    x = torch.randn(2, T, D)
+    with pytest.raises(ValueError, match="takes no condition"):
+        to_nflows(block())(x, context=x)
+    with pytest.raises(ValueError, match="takes no condition"):
+        to_zuko(block())(x)
+    with pytest.raises(ValueError, match="takes no condition"):
+        to_freia(block(), [(T, D)])((x,), c=[x])
+
+
+def test_one_token_is_not_an_event() -> None:
+    with pytest.raises(ValueError, match=r"events have shape \(\*, T, D\), got \(4,\)"):
+        to_torch_transform(block())._call(torch.zeros(4))

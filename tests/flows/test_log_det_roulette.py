@@ -1,0 +1,218 @@
+"""Russian roulette: unbiased in value and gradient, with a variance that is finite."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lipformer as lf
+from lipformer.flows import _log_det, _log_det_series, residual_log_det
+from lipformer.flows._pullback import pull
+from lipformer.flows._roulette import EXACT_TERMS, continuation, draw_counts, roulette_weights
+from tests.flows.log_det_oracles import attention, gradients, log_det_oracle, smooth_feed_forward
+
+
+@pytest.fixture(autouse=True)
+def _float64() -> None:
+    torch.set_default_dtype(torch.float64)
+
+
+DRAWS = 4000
+
+
+def branches(coeff: float) -> dict[str, nn.Module]:
+    negated = nn.Linear(2, 2, bias=False)
+    with torch.no_grad():
+        negated.weight.copy_(-torch.eye(2))
+    both = nn.Sequential(attention(2, 1, value_proj=False), smooth_feed_forward(2, 4))
+    return {
+        "attention": lf.Contractive(attention(2, 1), coeff, seq_len=3),
+        "both": lf.Contractive(both, coeff, seq_len=3),
+        # Every term of the series has one sign and its largest size.
+        "minus the identity": lf.Contractive(negated, coeff),
+        "own tokens": lf.Contractive(attention(2, 1, causal=True), coeff, norm="self", seq_len=3),
+    }
+
+
+class TestWeights:
+    @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9, 0.97])
+    def test_their_mean_is_one_for_every_term(self, rate: float) -> None:
+        """By enumeration of n, with the probabilities that draw_counts states."""
+        most, q = 40, continuation(rate)
+        n = torch.arange(EXACT_TERMS, most + 1)
+        probability = q ** (n - EXACT_TERMS).double() * (1 - q)
+        probability[-1] /= 1 - q  # n >= most: all those weigh the first ``most`` terms alike
+        weights = roulette_weights(n, rate, EXACT_TERMS)
+        torch.testing.assert_close(weights @ probability, torch.ones(most), rtol=1e-12, atol=0)
+
+    @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
+    def test_counts_have_the_stated_distribution(self, rate: float) -> None:
+        counts = draw_counts(20000, rate, 3, torch.Generator().manual_seed(0))
+        assert counts.min() == 3
+        for j in range(1, 6):
+            reached = (counts >= 3 + j).double().mean().item()
+            p = continuation(rate) ** j
+            assert abs(reached - p) <= 4 * math.sqrt(p * (1 - p) / 20000) + 1e-12
+
+    @pytest.mark.parametrize("rate", [1e-3, 0.1, 0.5, 0.9, 0.97, 0.999])
+    def test_variance_is_finite(self, rate: float) -> None:
+        """L^2 < 1 - p strictly, and the series of the second moment converges."""
+        q = continuation(rate)
+        assert rate**2 < q < 1
+        assert rate**2 / q <= rate * (1 + 1e-12)
+
+    def test_weighted_terms_never_grow(self) -> None:
+        rate = 0.9
+        weights = roulette_weights(torch.tensor([300]), rate, EXACT_TERMS)[:, 0]
+        sizes = weights * rate ** torch.arange(1, 301)
+        assert bool((sizes <= rate * (1 + 1e-9)).all())
+
+    @pytest.mark.parametrize("rate", [0.0, 1.0, 1.5])
+    def test_other_rates_are_refused(self, rate: float) -> None:
+        with pytest.raises(ValueError, match=f"rate in \\(0, 1\\), got {rate}"):
+            continuation(rate)
+
+
+def within(draws: Tensor, exact: Tensor, errors: float = 4.0) -> None:
+    """The mean over the first dimension agrees with ``exact`` to so many standard errors."""
+    error = draws.std(0) / math.sqrt(len(draws))
+    assert bool(((draws.mean(0) - exact).abs() <= errors * error + 1e-12).all()), (
+        draws.mean(0) - exact
+    ) / error
+
+
+class TestUnbiased:
+    @pytest.mark.parametrize("coeff", [0.5, 0.9])
+    @pytest.mark.parametrize("name", list(branches(0.5)))
+    def test_value_and_gradient_in_4000_draws(self, name: str, coeff: float) -> None:
+        branch = branches(coeff)[name]
+        one = torch.randn(1, 3, 2)
+        # One event as a batch: each sample has a probe and a number of terms of its own.
+        x = one.repeat(DRAWS, 1, 1).requires_grad_()
+        generator = torch.Generator().manual_seed(0)
+        log_det = residual_log_det(branch, x, method="roulette", rate=coeff, generator=generator)[1]
+        assert log_det.error_bound is None
+        exact = log_det_oracle(branch, one)[0]
+        within(log_det.value.detach(), exact)
+        spread = log_det.value.detach().std().item()
+        assert 0 < spread < 5
+        point = one.clone().requires_grad_()
+        expected = residual_log_det(branch, point, method="exact", rate=coeff)[1].value
+        within(gradients(log_det.value, x)[0], gradients(expected, point)[0][0])
+
+    def test_several_probes(self) -> None:
+        branch, one = branches(0.9)["both"], torch.randn(1, 3, 2)
+        draws = residual_log_det(branch, one.expand(1000, 3, 2), method="roulette", rate=0.9, probes=3)
+        within(draws[1].value.detach(), log_det_oracle(branch, one)[0])
+
+    def test_gradient_of_the_weights(self) -> None:
+        branch = branches(0.9)["both"]
+        parameters = list(branch.parameters())
+        one = torch.randn(1, 3, 2)
+        exact = residual_log_det(branch, one, method="exact", rate=0.9)[1].value
+        expected = gradients(exact, *parameters)
+        generator = torch.Generator().manual_seed(0)
+        draws = []
+        for _ in range(25):
+            log_det = residual_log_det(
+                branch, one.expand(160, 3, 2), method="roulette", rate=0.9, generator=generator
+            )[1]
+            draws.append(gradients(log_det.value / 160, *parameters))
+        for column, e in zip(zip(*draws, strict=True), expected, strict=True):
+            within(torch.stack(column), e, errors=4.5)
+
+    def test_the_draws_would_see_a_bias(self) -> None:
+        """The control: the plain sum of the terms drawn, as if every weight were one."""
+        coeff = 0.9
+        branch = branches(coeff)["minus the identity"]
+        one = torch.randn(1, 3, 2)
+        exact = log_det_oracle(branch, one)[0]
+        counts = draw_counts(DRAWS, coeff, EXACT_TERMS, torch.Generator().manual_seed(0))
+        powers = torch.tensor([math.fsum(-(coeff**k) / k for k in range(1, int(n) + 1)) for n in counts])
+        with pytest.raises(AssertionError):
+            within(6 * powers, exact)
+
+    def test_more_exact_terms_less_noise(self) -> None:
+        branch, x = branches(0.9)["minus the identity"], torch.randn(1, 3, 2).expand(1000, 3, 2)
+        spread = [
+            residual_log_det(branch, x, method="roulette", rate=0.9, terms=terms)[1].value.std()
+            for terms in (1, 20)
+        ]
+        assert spread[1] < 0.3 * spread[0]
+
+
+class TestDraws:
+    def test_samples_that_have_stopped_cost_no_more(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """And leaving them out changes nothing."""
+        branch = branches(0.9)["both"]
+        x = torch.randn(64, 3, 2, requires_grad=True)
+        padding = torch.arange(3) >= torch.randint(1, 4, (64, 1))
+        passes: list[int] = []
+
+        def run() -> tuple[Tensor, list[Tensor]]:
+            passes.clear()
+            generator = torch.Generator().manual_seed(0)
+            value = residual_log_det(
+                branch, x, method="roulette", rate=0.9, generator=generator, key_padding_mask=padding
+            )[1].value
+            return value.detach(), gradients(value, x, *branch.parameters())
+
+        def counted(out: Tensor, at: Tensor, weight: Tensor, **options: bool) -> Tensor:
+            passes.append(len(at))
+            return pull(out, at, weight, **options)
+
+        monkeypatch.setattr(_log_det_series, "pull", counted)
+        value, grads = run()
+        spent = sum(passes)
+        needed = int(draw_counts(64, 0.9, EXACT_TERMS, torch.Generator().manual_seed(0)).sum())
+        assert needed <= spent <= 2 * needed + 64
+        whole = _log_det_series.weighted_series
+        monkeypatch.setattr(
+            _log_det, "weighted_series", lambda *a, restrict, **options: whole(*a, **options)
+        )
+        expected, expected_grads = run()
+        assert sum(passes) > 1.5 * spent
+        torch.testing.assert_close(value, expected, rtol=0, atol=1e-11)
+        for one, e in zip(grads, expected_grads, strict=True):
+            torch.testing.assert_close(one, e, rtol=1e-9, atol=1e-10)
+
+    def test_each_sample_has_its_own(self) -> None:
+        branch = branches(0.9)["minus the identity"]
+        x = torch.randn(1, 3, 2).expand(50, 3, 2)
+        # J is -0.9 I, so a probe makes no noise: what differs is the number of terms.
+        value = residual_log_det(branch, x, method="roulette", rate=0.9)[1].value
+        assert len(value.detach().unique()) > 10
+
+    def test_terms_are_those_of_the_longest(self) -> None:
+        branch, x = branches(0.9)["attention"], torch.randn(5, 3, 2)
+        log_det = residual_log_det(
+            branch, x, method="roulette", rate=0.9, generator=torch.Generator().manual_seed(2)
+        )[1]
+        counts = draw_counts(5, 0.9, EXACT_TERMS, torch.Generator().manual_seed(2))
+        assert log_det.terms == counts.max()
+
+    def test_seeds(self) -> None:
+        branch, x = branches(0.9)["attention"], torch.randn(5, 3, 2)
+
+        def run(seed: int) -> Tensor:
+            generator = torch.Generator().manual_seed(seed)
+            return residual_log_det(branch, x, method="roulette", rate=0.9, generator=generator)[1].value
+
+        assert bool((run(3) == run(3)).all())
+        assert not bool((run(3) == run(4)).all())
+
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+    @pytest.mark.parametrize("method", ["series", "roulette"])
+    def test_a_cpu_generator_serves_a_gpu(self, method: str) -> None:
+        branch, x = branches(0.9)["attention"], torch.randn(5, 3, 2)
+        found = []
+        for device in ("cpu", "cuda"):
+            generator = torch.Generator().manual_seed(0)
+            value = residual_log_det(
+                branch.to(device), x.to(device), method=method, rate=0.9, generator=generator
+            )[1].value
+            found.append(value.detach().cpu())
+        torch.testing.assert_close(*found, rtol=0, atol=1e-9)

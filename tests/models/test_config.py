@@ -1,0 +1,91 @@
+"""The config fills in each variant's defaults, survives JSON, and names what is wrong."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from lipformer.models import VARIANTS, LanguageModelConfig
+from tests.models.variants import CASES, build
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_config_survives_json(case: str) -> None:
+    config = build(case).config
+    entries = json.loads(json.dumps(config.to_dict()))
+    assert LanguageModelConfig.from_dict(entries) == config
+    assert config.variant == case.partition(" ")[0]
+
+
+def test_every_variant_has_a_builder() -> None:
+    for name, make in VARIANTS.items():
+        config = make(7, dim=8, num_heads=2, num_layers=1).config
+        assert (config.variant, config.vocab_size, config.dim, config.hidden) == (name, 7, 8, 32)
+        assert config.positions == "alibi"
+
+
+def test_defaults_are_filled_in_and_foreign_options_stay_empty() -> None:
+    dot = LanguageModelConfig("dot_product", 5)
+    assert (dot.norm_place, dot.coeff, dot.norm, dot.value_proj, dot.hidden) == (
+        *("pre", None, None, None),
+        512,
+    )
+    contractive = LanguageModelConfig("contractive", 5)
+    assert (contractive.coeff, contractive.norm, contractive.value_proj) == (1.0, "self", False)
+    paper = LanguageModelConfig("contractive", 5, bound="kim2021")
+    assert (paper.norm, paper.value_proj) == ("linf", True)
+
+
+def test_slopes_reach_the_attention() -> None:
+    slopes = [0.5, 0.125]
+    for case in ("dot_product", "l2_tied", "invertible"):
+        model = build(case, slopes=slopes)
+        assert model.config.slopes == (0.5, 0.125)
+        found = [m.slopes for m in model.modules() if getattr(m, "slopes", None) is not None]
+        assert found == [(0.5, 0.125)] * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"variant": "lstm"}, "variant must be one of dot_product, .* got 'lstm'"),
+        ({"vocab_size": 0}, "vocab_size must be an integer >= 1, got 0"),
+        ({"dim": 2.5}, "dim must be an integer >= 1, got 2.5"),
+        ({"dim": 10, "num_heads": 4}, "multiple of num_heads, got dim=10, num_heads=4"),
+        ({"max_len": None}, "max_len must be an integer >= 1, got None"),
+        ({"dropout": 1.0}, r"dropout must be in \[0, 1\), got 1.0"),
+        ({"dropout": "a lot"}, "got 'a lot'"),
+        ({"positions": "learned"}, "positions must be one of alibi, .* got 'learned'"),
+        ({"slopes": [0.5]}, r"slopes must be 4 positive numbers, got \[0.5\]"),
+        ({"slopes": [1, 1, 1, -1]}, "slopes must be 4 positive"),
+        ({"slopes": [1, 1, 1, 1], "positions": "rotary"}, "slopes need positions='alibi'"),
+        ({"variant": "dot_product", "coeff": 0.5}, "'dot_product' has no option coeff, got coeff=0.5"),
+        ({"variant": "l2_tied", "bound": "kim2021"}, "'l2_tied' has no option bound"),
+        ({"bound": "kim2020"}, "bound must be one of kim2021, got 'kim2020'"),
+        ({"bound": "kim2021", "norm": "l2"}, "value_proj=True and norm='linf', got .* norm='l2'"),
+        ({"coeff": 0.0}, "coeff must be positive and finite, got 0.0"),
+        ({"norm": "l1"}, "norm must be one of self, l2, token, linf, got 'l1'"),
+        ({"norm_place": "middle"}, "norm_place must be one of pre, post, none, got 'middle'"),
+        ({"value_proj": 1}, "value_proj must be True or False, got 1"),
+        ({"variant": "lipschitz", "norm": "self"}, "norm must be one of l2, token, linf, got 'self'"),
+        ({"variant": "lipschitz", "norm_place": "post"}, "norm_place must be one of pre, none"),
+        ({"variant": "invertible", "coeff": 1.0}, "coeff must be below 1 .* got 1.0"),
+        ({"vocabulary": "abb", "vocab_size": 3}, "distinct characters, got 'abb'"),
+        ({"vocabulary": "abc", "vocab_size": 4}, "vocab_size=4 characters, got 3"),
+    ],
+)
+def test_a_wrong_entry_is_named(options: dict[str, Any], message: str) -> None:
+    entries = {"variant": "contractive", "vocab_size": 50, **options}
+    with pytest.raises(ValueError, match=message):
+        LanguageModelConfig.from_dict(entries)
+
+
+def test_unknown_and_missing_entries_are_named() -> None:
+    with pytest.raises(ValueError, match="unknown entries width, depth; allowed are variant, "):
+        LanguageModelConfig.from_dict({"variant": "l2", "vocab_size": 3, "width": 1, "depth": 2})
+    with pytest.raises(ValueError, match="missing entries: vocab_size"):
+        LanguageModelConfig.from_dict({"variant": "l2"})
+    with pytest.raises(ValueError, match="a mapping of names to values, got list"):
+        LanguageModelConfig.from_dict([])  # type: ignore[arg-type]

@@ -1,0 +1,166 @@
+"""Saved models come back the same; damaged and foreign files are named; nothing is half-written."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lipformer.models import LanguageModel
+from lipformer.models import _pretrained as pretrained
+from tests.models.variants import CASES, VOCABULARY, build, fit, tokens
+
+safetensors = pytest.importorskip("safetensors.torch")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_saved_model_comes_back(case: str, tmp_path: Path) -> None:
+    model, x = build(case), tokens(2, 9)
+    fit(model, 2)
+    model.save_pretrained(tmp_path / "new" / "model")
+    assert sorted(p.name for p in (tmp_path / "new" / "model").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+    ]
+    random_state = torch.get_rng_state()
+    again = LanguageModel.from_pretrained(tmp_path / "new" / "model")
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert again.config == model.config
+    assert again.config.vocabulary == VOCABULARY
+    assert not again.training
+    assert torch.equal(again(x), model(x))
+
+
+def test_the_dtype_is_kept(tmp_path: Path) -> None:
+    build("lipschitz").double().save_pretrained(tmp_path)
+    again = LanguageModel.from_pretrained(tmp_path)
+    assert {p.dtype for p in again.parameters()} == {torch.float64}
+
+
+def test_a_save_replaces_the_one_before(tmp_path: Path) -> None:
+    build("dot_product").save_pretrained(tmp_path)
+    model = build("invertible")
+    model.save_pretrained(tmp_path)
+    assert LanguageModel.from_pretrained(tmp_path).config == model.config
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_broken_save_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = build("l2_tied").eval(), tokens(1, 5)
+    model.save_pretrained(tmp_path)
+
+    def full(*_: object) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(safetensors, "save_file", full)
+    with pytest.raises(OSError, match="no space"):
+        build("l2_tied").save_pretrained(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2
+    assert torch.equal(LanguageModel.from_pretrained(tmp_path)(x), model(x))
+
+
+def test_two_halves_of_two_saves_are_noticed(tmp_path: Path) -> None:
+    build("contractive").save_pretrained(tmp_path / "a")
+    build("contractive", coeff=0.5).save_pretrained(tmp_path / "b")
+    (tmp_path / "a" / "config.json").replace(tmp_path / "b" / "config.json")
+    with pytest.raises(ValueError, match="was not saved with this config.json"):
+        LanguageModel.from_pretrained(tmp_path / "b")
+
+
+@pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
+def test_a_missing_file_is_named(missing: str, tmp_path: Path) -> None:
+    build("l2_tied").save_pretrained(tmp_path)
+    (tmp_path / missing).unlink()
+    with pytest.raises(FileNotFoundError, match=f"has no file {missing}"):
+        LanguageModel.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("size", [0, 4, 100, 20_000])
+def test_a_truncated_weights_file_is_named(size: int, tmp_path: Path) -> None:
+    build("l2_tied").save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    content = path.read_bytes()
+    assert len(content) > size
+    path.write_bytes(content[:size])
+    with pytest.raises(ValueError, match="model.safetensors is truncated or no safetensors file"):
+        LanguageModel.from_pretrained(tmp_path)
+
+
+class _Spy:
+    """Notes when it is unpickled."""
+
+    used = False
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return setattr, (_Spy, "used", True)
+
+
+def test_nothing_is_unpickled(tmp_path: Path) -> None:
+    build("l2_tied").save_pretrained(tmp_path)
+    bad = pickle.dumps(_Spy())
+    pickle.loads(bad)
+    assert _Spy.used  # the spy works
+    _Spy.used = False
+    (tmp_path / "model.safetensors").write_bytes(bad)
+    with pytest.raises(ValueError, match="truncated or no safetensors"):
+        LanguageModel.from_pretrained(tmp_path)
+    torch.save({"w": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="truncated or no safetensors"):
+        LanguageModel.from_pretrained(tmp_path)
+    assert not _Spy.used
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is truncated or no JSON file"),
+        ('{"format": "lipformer.Lang', "is truncated or no JSON file"),
+        ("[1]", "does not describe a lipformer language model"),
+        ('{"architectures": ["GPT2LMHeadModel"]}', "does not describe a lipformer language model"),
+        ('{"format": "lipformer.LanguageModel"}', "config.json: missing entries: variant, vocab_size"),
+    ],
+)
+def test_a_foreign_config_is_named(text: str, message: str, tmp_path: Path) -> None:
+    build("l2_tied").save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        LanguageModel.from_pretrained(tmp_path)
+
+
+def test_an_unknown_entry_is_named(tmp_path: Path) -> None:
+    build("l2_tied").save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "flavour": "mint"}))
+    with pytest.raises(ValueError, match="config.json: unknown entries flavour; allowed are variant"):
+        LanguageModel.from_pretrained(tmp_path)
+
+
+def test_weights_of_another_model_are_named(tmp_path: Path) -> None:
+    model = build("l2_tied")
+    pretrained.save(tmp_path, model.config, build("l2_tied", dim=32).state_dict())
+    with pytest.raises(ValueError, match="does not fit the model: .* of another shape"):
+        LanguageModel.from_pretrained(tmp_path)
+    pretrained.save(tmp_path, model.config, build("contractive").state_dict())
+    with pytest.raises(ValueError, match="does not fit the model"):
+        LanguageModel.from_pretrained(tmp_path)
+
+
+def test_a_file_is_no_directory(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("precious")
+    with pytest.raises(NotADirectoryError, match="got the file"):
+        build("l2_tied").save_pretrained(path)
+    assert path.read_text() == "precious"
+
+
+def test_without_safetensors_the_error_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(ImportError, match="pip install safetensors"):
+        build("l2_tied").save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())

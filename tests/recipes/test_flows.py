@@ -1,0 +1,230 @@
+"""recipes/flows in small: its data, baselines, report, and that every YAML file runs."""
+
+from __future__ import annotations
+
+import re
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from lipformer.flows import AttentionFlow
+from recipes.flows import data as point_sets
+from recipes.flows.__main__ import main
+from recipes.flows.baselines import SetGaussian, real_nvp, train_real_nvp
+from recipes.flows.data import PointSets, digit_images, digit_points, moved
+from recipes.flows.module import FlowModule
+from recipes.flows.pictures import inversion_errors, next_point_density
+from recipes.flows.report import Row, count, markdown, training_sets
+
+FOLDER = Path(__file__).resolve().parents[2] / "recipes" / "flows"
+CONFIGS = sorted(FOLDER.glob("*.yaml"))
+TINY = {
+    "model.points": 4,
+    "model.depth": 1,
+    "model.width": 4,
+    "model.hidden": [8],
+    "model.feed_forwards": 1,
+    "data.points": 4,
+    "data.train_sets": 64,
+    "data.held_out_sets": 16,
+    "data.batch_size": 16,
+    "trainer.max_steps": 2,
+    "trainer.log_every_n_steps": 1,
+    "trainer.val_check_interval": 2,
+    "trainer.accelerator": "cpu",
+    "trainer.enable_progress_bar": False,
+    "trainer.enable_model_summary": False,
+}
+
+
+def test_the_configurations_are_there() -> None:
+    assert {path.stem for path in CONFIGS} == {"checkerboard", "digits", "moons", "rings"}
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_configuration_opens_with_its_command(path: Path) -> None:
+    text = path.read_text()
+    assert f"python -m recipes.flows fit --config recipes/flows/{path.name}" in text[:400]
+    settings = yaml.safe_load(text)
+    assert settings["data"]["name"] == path.stem
+    assert settings["data"]["points"] == settings["model"]["points"]
+    assert settings["trainer"]["accelerator"] == "auto"
+
+
+def fit_small(
+    path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, report: dict[str, Any] | None
+) -> None:
+    """Runs a configuration at the sizes of TINY, with its report if one is asked for."""
+    monkeypatch.setattr(torch, "set_flush_denormal", lambda mode: True)
+    monkeypatch.setattr(sys, "argv", ["recipes.flows"])
+    settings: dict[str, Any] = yaml.safe_load(path.read_text())
+    for name, value in TINY.items():
+        section, key = name.split(".")
+        settings[section][key] = value
+    trainer = settings["trainer"]
+    trainer["default_root_dir"] = trainer["logger"]["init_args"]["save_dir"] = str(folder)
+    callbacks = [part for part in trainer["callbacks"] if "Report" in part["class_path"]]
+    callbacks[0]["init_args"] = {**(report or {}), "directory": str(folder)}
+    trainer["callbacks"] = callbacks if report else []
+    small = folder / "small.yaml"
+    small.write_text(yaml.safe_dump(settings))
+    with warnings.catch_warnings():  # the command sets filters of its own
+        main(["fit", "--config", str(small)])
+
+
+def scores(report: Path) -> dict[str, float]:
+    """Nats per point by model, from the table of a report."""
+    rows = re.findall(r"\| (AttentionFlow|Gaussian|RealNVP).*\| (-?[\d.]+) ± ", report.read_text())
+    return {model: float(nats) for model, nats in rows}
+
+
+# Lightning's own use of torch and jsonargparse: deprecated there, nothing a recipe can change.
+LIGHTNING = pytest.mark.filterwarnings(
+    "ignore:.*isinstance.treespec, LeafSpec", "ignore::DeprecationWarning"
+)
+
+
+@LIGHTNING
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_configuration_trains(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fit_small(path, tmp_path, monkeypatch, report=None)
+    logs = (tmp_path / "logs" / "version_0" / "metrics.csv").read_text()
+    assert "val/nats_per_point" in logs.partition("\n")[0]
+    assert "nan" not in logs
+
+
+@LIGHTNING
+def test_the_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"samples": 6, "cells": 4, "learning_rates": [1e-3]}
+    fit_small(FOLDER / "moons.yaml", tmp_path, monkeypatch, report=sizes)
+    assert "nats per point" in capsys.readouterr().out
+    assert list(scores(tmp_path / "report.md")) == ["AttentionFlow", "Gaussian", "RealNVP"]
+    for name in ("samples.png", "density.png", "inversion.png"):
+        assert (tmp_path / name).stat().st_size > 5_000
+
+
+@LIGHTNING
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "steps"), [("digits", 150), ("moons", 600)])
+def test_the_flow_beats_a_gaussian_and_a_real_nvp(
+    name: str, steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Digits need a quarter of the recipe's updates for it, moons more than that."""
+    for key in [key for key in TINY if key.startswith(("model.", "data."))]:
+        monkeypatch.delitem(TINY, key)
+    monkeypatch.setitem(TINY, "trainer.max_steps", steps)
+    monkeypatch.setitem(TINY, "trainer.val_check_interval", steps)
+    fit_small(FOLDER / f"{name}.yaml", tmp_path, monkeypatch, report={"samples": 6, "cells": 4})
+    flow, gaussian, real_nvp = scores(tmp_path / "report.md").values()
+    assert flow < gaussian - 0.03
+    assert flow < real_nvp - 0.03
+
+
+@pytest.mark.parametrize("name", sorted(point_sets.SHAPES))
+def test_shapes_are_centred_and_of_unit_size(name: str) -> None:
+    x = point_sets.SHAPES[name](2000, 8, torch.Generator().manual_seed(0)).flatten(0, 1)
+    assert x.mean(0).abs().max() < 0.05
+    assert 0.6 < x.std().item() < 1.2
+
+
+def test_points_of_a_set_move_together() -> None:
+    shape = torch.zeros(500, 4, 2)
+    shape[..., 0] = 1.0
+    x = moved(shape, torch.Generator().manual_seed(0), offset=1.0, stretch=0.2, turn=30.0)
+    torch.testing.assert_close(x, x[:, :1].expand_as(x))
+    assert x.std(0).min() > 0.5
+    still = moved(shape, torch.Generator().manual_seed(0), offset=0.0, stretch=0.0, turn=0.0)
+    torch.testing.assert_close(still, shape)
+
+
+def test_digit_points_lie_where_the_image_is_bright() -> None:
+    image = torch.zeros(1, 8, 8)
+    image[0, 0, 7] = 3.0  # the top right corner
+    x = digit_points(image, 50, torch.Generator().manual_seed(0))
+    assert x.shape == (1, 50, 2)
+    assert x.min() >= 1.5
+    assert x.max() <= 2.0
+
+
+def test_held_out_digits_are_of_other_images() -> None:
+    train, held_out = digit_images()
+    assert len(train) + len(held_out) == 1797
+    assert not {x.numpy().tobytes() for x in train} & {x.numpy().tobytes() for x in held_out}
+    first = PointSets("digits", points=5, train_sets=8, held_out_sets=4, batch_size=4)
+    again = PointSets("digits", points=5, train_sets=8, held_out_sets=4, batch_size=4)
+    assert torch.equal(first.held_out, again.held_out)
+    batches = training_sets(first)
+    assert next(batches)[0].shape == (5, 2)
+    with pytest.raises(ValueError, match="name must be one of .*digits, got 'spiral'"):
+        PointSets("spiral")
+
+
+def test_the_gaussian_is_the_best_exchangeable_one() -> None:
+    x = 0.5 * torch.randn(4000, 3, 2) + torch.randn(4000, 1, 2)
+    model = SetGaussian(x)
+    truth = torch.kron(torch.eye(3), 0.25 * torch.eye(2)) + torch.kron(torch.ones(3, 3), torch.eye(2))
+    torch.testing.assert_close(model.distribution.covariance_matrix, truth.double(), rtol=0, atol=0.15)
+    order = torch.tensor([2, 0, 1])
+    torch.testing.assert_close(model.log_prob(x[:5]), model.log_prob(x[:5, order]))
+    plain = torch.distributions.MultivariateNormal(x.flatten(1).mean(0), x.flatten(1).T.cov())
+    fresh = 0.5 * torch.randn(4000, 3, 2) + torch.randn(4000, 1, 2)
+    assert model.log_prob(fresh).mean() >= plain.log_prob(fresh.flatten(1)).mean()
+
+
+@pytest.mark.parametrize("budget", [4_000, 38_324])
+def test_the_real_nvp_has_the_parameters_it_may_have(budget: int) -> None:
+    model = real_nvp(6, 2, budget)
+    assert 0.8 * budget <= count(model) <= budget
+    x = torch.randn(32, 12)
+    torch.testing.assert_close(model.forward(model.inverse(x)), x, rtol=0, atol=1e-4)
+
+
+def test_the_real_nvp_learns() -> None:
+    x = 0.3 * torch.randn(64, 4, 2) + torch.randn(64, 1, 2)
+    losses = train_real_nvp(real_nvp(4, 2, 4_000), [x] * 30, 30, 1e-2)
+    assert len(losses) == 30
+    assert losses[-1] < losses[0] - 0.3
+
+
+def test_the_density_of_a_next_point_is_one_over_the_plane() -> None:
+    def log_prob(x: torch.Tensor) -> torch.Tensor:
+        return torch.distributions.Normal(0.0, 0.5).log_prob(x).sum((1, 2))
+
+    density = next_point_density(log_prob, torch.zeros(3, 2), 3.0, 60)
+    assert density.sum().item() * (6.0 / 60) ** 2 == pytest.approx(1.0)
+    line = (torch.arange(60) + 0.5) / 10 - 3.0
+    expected = torch.distributions.Normal(0.0, 0.5).log_prob(line).exp()
+    torch.testing.assert_close(density.float(), expected[:, None] * expected, rtol=1e-2, atol=1e-3)
+
+
+def test_errors_fall_with_evaluations() -> None:
+    flow = AttentionFlow(2, depth=1, num_heads=2, hidden=8, width=4, seq_len=5)
+    curves = inversion_errors(flow, torch.randn(3, 5, 2), (1e-2, 1e-5, 1e-9))
+    for pairs in curves.values():
+        counts, errors = zip(*pairs, strict=True)
+        assert list(counts) == sorted(counts)
+        assert errors[2] <= 1e-9 * 10
+    assert flow.blocks[1].record is None, "the flow itself is left alone"
+
+
+def test_the_module_judges_with_exact_log_dets() -> None:
+    module = FlowModule(points=5, depth=1, width=4, hidden=[8], feed_forwards=1, log_det="roulette")
+    x = torch.randn(4, 5, 2)
+    module.flow(x)
+    module.eval()
+    torch.testing.assert_close(module.log_prob(x), module.flow.log_prob(x, method="exact"))
+    assert torch.equal(module.log_prob(x), module.log_prob(x))
+
+
+def test_the_table() -> None:
+    row = Row.of("flow", torch.tensor([-10.0, -14.0]), 4, 99, 0, 1.0)
+    assert row.nats_per_point == pytest.approx(3.0)
+    assert row.error == pytest.approx(0.5)
+    assert "| flow | 99 | - | 1 | 3.000 ± 0.500 | 12.00 |" in markdown([row], 4)
