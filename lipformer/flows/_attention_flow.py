@@ -118,6 +118,12 @@ class AttentionFlow(nn.Module):
                 raise ValueError(f"{name} must be at least 1, got {count!r}")
         if linear is not None and linear not in LINEAR:
             raise ValueError(f"linear must be None or one of {', '.join(LINEAR)}, got {linear!r}")
+        if (width or dim) % num_heads:
+            advice = "width=W, a multiple of num_heads, or" if width is None else "another width or"
+            raise ValueError(
+                f"the attention works on {'dim' if width is None else 'width'}={width or dim} features, "
+                f"which num_heads={num_heads} does not divide: give {advice} another num_heads"
+            )
         self.dim = dim
         self.seq_len = seq_len
         self.base = base
@@ -141,8 +147,23 @@ class AttentionFlow(nn.Module):
         blocks.append(ActNorm(dim))
         self.blocks = nn.ModuleList(blocks)
 
+    @torch.no_grad()
+    def initialize(self, x: Tensor, key_padding_mask: Tensor | None = None) -> None:
+        """Sets every ActNorm that is not set yet by a batch of data (B, T, D).
+
+        The first batch in training mode does the same. Call this before torch.compile, under which no
+        batch is taken, and before DDP with the same data in every process.
+        """
+        self._check(x)
+        padded = padding(key_padding_mask, x)
+        for block in self.blocks:
+            if isinstance(block, ActNorm) and not bool(block.initialized):
+                block.initialize(x, padded)
+            x = block(x, key_padding_mask)
+
     def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """Data to noise, (B, T, D) -> (B, T, D)."""
+        self._check(x)
         for block in self.blocks:
             x = block(x, key_padding_mask)
         return x
@@ -156,6 +177,7 @@ class AttentionFlow(nn.Module):
         max_iter: int = 1000,
     ) -> Tensor:
         """Noise to data, (B, T, D) -> (B, T, D); tol and max_iter hold for each block."""
+        self._check(y)
         for block in reversed(self.blocks):
             options = {"tol": tol, "max_iter": max_iter} if _solves(block) else {}
             y = block.inverse(y, key_padding_mask, **options)  # type: ignore[operator]
@@ -177,6 +199,7 @@ class AttentionFlow(nn.Module):
             method: of the attention's log-determinants instead of the one chosen at construction.
             generator: of random log-determinants.
         """
+        self._check(x)
         total = x.new_zeros(x.shape[0])
         for index, block in enumerate(self.blocks):
             options = self._density_options(index, method, generator)
@@ -195,6 +218,7 @@ class AttentionFlow(nn.Module):
         max_iter: int = 1000,
     ) -> tuple[Tensor, Tensor]:
         """The data (B, T, D) and log|det| of the inverse (B,); arguments as above."""
+        self._check(y)
         total = y.new_zeros(y.shape[0])
         for index in reversed(range(len(self.blocks))):
             block = self.blocks[index]
@@ -235,15 +259,18 @@ class AttentionFlow(nn.Module):
         n: int,
         seq_len: int | None = None,
         *,
+        key_padding_mask: Tensor | None = None,
         generator: torch.Generator | None = None,
         tol: float = 1e-6,
         max_iter: int = 1000,
     ) -> Tensor:
-        """Draws n sequences or sets, (n, seq_len, D).
+        """Draws n sequences or sets, (n, seq_len, D), without gradients.
 
         Args:
             n: how many.
             seq_len: tokens of each; default the flow's own ``seq_len``.
+            key_padding_mask: (n, seq_len), True at tokens to leave out: they are zero, and the others
+                are drawn as samples of their number.
             generator: of the noise.
             tol: of the inverse, for each block.
             max_iter: of the inverse, for each block.
@@ -251,11 +278,27 @@ class AttentionFlow(nn.Module):
         tokens = self.seq_len if seq_len is None else seq_len
         if tokens is None:
             raise ValueError("sample needs seq_len: the flow was built without one")
+        for name, number in (("n", n), ("seq_len", tokens)):
+            if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+                raise ValueError(f"{name} must be an integer >= 0, got {number!r}")
         noise = self._base_sample((n, tokens, self.dim), generator)
-        return self.inverse(noise, tol=tol, max_iter=max_iter)
+        padded = padding(key_padding_mask, noise)
+        drawn = self.inverse(noise, key_padding_mask, tol=tol, max_iter=max_iter)
+        return drawn if padded is None else drawn.masked_fill(padded.unsqueeze(-1), 0.0)
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, causal={self.causal}, seq_len={self.seq_len}, base={self.base}"
+
+    def _check(self, x: Tensor) -> None:
+        """Raises unless x is (B, T, D) of the flow's width, length and dtype."""
+        if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[-1] != self.dim:
+            given = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"a flow of dim={self.dim} takes tensors (B, T, {self.dim}), got {given}")
+        if self.seq_len is not None and x.shape[1] > self.seq_len:
+            raise ValueError(f"the flow has seq_len={self.seq_len}, got {x.shape[1]} tokens")
+        own = next(self.parameters()).dtype
+        if x.dtype != own and not torch.is_autocast_enabled(x.device.type):
+            raise ValueError(f"the flow's weights are {own}, got {x.dtype}")
 
     def _density_options(
         self, index: int, method: str | None, generator: torch.Generator | None

@@ -66,6 +66,7 @@ def solve_causal(
     solution = y.clone()
     evaluations = torch.zeros(batch, dtype=torch.long, device=y.device)
     residual, noise = (y.new_zeros(batch, tokens) for _ in range(2))
+    limit = tol * largest_entry(y)
     state = _State.start(y, tol)
     while state.index.numel() and tokens:
         state = state.evaluate(branch, rate)
@@ -76,21 +77,23 @@ def solve_causal(
             index = state.index[ended]
             solution[index], residual[index] = state.x[ended], state.size[ended]
             noise[index] = state.noise[ended]
-            record = _record(evaluations, residual, noise, rate, not bool(spent.any()))
+            record = _record(evaluations, residual, noise, rate, not bool(spent.any()), limit)
             if not record.converged:
                 raise NotConverged(record, max_iter)
             _check_causal(state.size[ended], state.locked_size[ended], state.noise[ended])
             state = state.select(~ended)
         if state.index.numel():
             state = state.advance(rate, accelerate)
-    return solution, _record(evaluations, residual, noise, rate, True)
+    return solution, _record(evaluations, residual, noise, rate, True, limit)
 
 
-def _record(evaluations: Tensor, residual: Tensor, noise: Tensor, rate: float, good: bool) -> Record:
+def _record(
+    evaluations: Tensor, residual: Tensor, noise: Tensor, rate: float, good: bool, limit: Tensor
+) -> Record:
     error = (residual + noise) / (1.0 - rate)
     if not error.shape[1]:
-        return Record(evaluations, error.sum(1), error.sum(1), good, error)
-    return Record(evaluations, residual.amax(1), error.amax(1), good, error)
+        return Record(evaluations, error.sum(1), error.sum(1), good, limit, error)
+    return Record(evaluations, residual.amax(1), error.amax(1), good, limit, error)
 
 
 def _check_causal(size: Tensor, locked: Tensor, noise: Tensor) -> None:
@@ -148,7 +151,7 @@ class _State:
         index = torch.arange(y.shape[0], device=y.device)
         zero = y.new_zeros(y.shape[:2])
         far = torch.full_like(zero, torch.inf)
-        scale = (largest_entry(y) if y.numel() else y.new_ones(y.shape[0]))[:, None]
+        scale = largest_entry(y)[:, None]
         count = torch.zeros_like(index)
         waited = torch.zeros_like(zero, dtype=torch.long)
         return cls(

@@ -42,6 +42,7 @@ class Record:
         error_bound: promised bound of the error of x (B,), in that norm, rounding allowed for. In
             causal mode the largest of ``token_error``.
         converged: whether every sample met its tolerance or the limit of its precision.
+        tolerance: the error allowed (B,), tol times max(1, max|y|).
         token_error: causal mode: bound (B, T) of each token's error given the earlier tokens.
     """
 
@@ -49,12 +50,18 @@ class Record:
     residual: Tensor
     error_bound: Tensor
     converged: bool
+    tolerance: Tensor
     token_error: Tensor | None = None
 
     @property
     def iterations(self) -> int:
         """The largest number of evaluations of any sample."""
         return int(self.evaluations.max()) if self.evaluations.numel() else 0
+
+    @property
+    def met_tolerance(self) -> bool:
+        """Whether the promised error is within the tolerance: False at the limit of precision."""
+        return bool((self.error_bound <= self.tolerance).all())
 
 
 class NotConverged(RuntimeError):
@@ -73,6 +80,8 @@ def check_problem(y: Tensor, rate: float, tol: float, max_iter: int) -> None:
     """Raises ValueError unless the problem can be solved."""
     if not 0.0 < rate < 1.0:
         raise ValueError(f"rate must lie between 0 and 1, got {rate!r}")
+    if isinstance(tol, bool) or not isinstance(tol, (int, float)):
+        raise TypeError(f"tol must be a number, got {tol!r}")
     if not 0.0 <= tol < float("inf"):
         raise ValueError(f"tol must be at least 0 and finite, got {tol!r}")
     if isinstance(max_iter, bool) or not isinstance(max_iter, int) or max_iter < 1:
@@ -84,6 +93,8 @@ def check_problem(y: Tensor, rate: float, tol: float, max_iter: int) -> None:
 
 def largest_entry(y: Tensor) -> Tensor:
     """max(1, max|y|) of each sample, (B, *) -> (B,): what tolerances are relative to."""
+    if y.numel() == 0:
+        return y.new_ones(y.shape[0])
     return y.flatten(1).abs().amax(1).clamp_min(1.0)
 
 
@@ -125,12 +136,20 @@ def solve_fixed_point(
     solution = y.clone()
     evaluations = torch.zeros(count, dtype=torch.long, device=y.device)
     residual, noise = (torch.zeros(count, dtype=y.dtype, device=y.device) for _ in range(2))
-    state = _State.start(y, tol * largest_entry(y) if count else y.new_zeros(0))
+    limit = tol * largest_entry(y)
+    state = _State.start(y, limit)
+    if y.numel() == 0:
+        state = state.select(torch.zeros_like(state.index, dtype=torch.bool))
     for k in range(max_iter):
         if state.index.numel() == 0:
             break
         state = state.evaluate(branch, measure, rate)
         evaluations[state.index] = k + 1
+        if k == 0 and not bool(torch.isfinite(state.size).all()):
+            raise ValueError(
+                f"the branch overflows {y.dtype} at y (largest entry {float(y.abs().max()):.3g}): "
+                "rescale y or use a wider dtype"
+            )
         done = rate / (1.0 - rate) * state.best_size <= state.limit
         done = done | ((state.waited >= PATIENCE) & (state.best_size <= 16.0 * state.noise))
         if bool(done.any()) or k + 1 == max_iter:
@@ -141,7 +160,7 @@ def solve_fixed_point(
         if state.index.numel():
             state = state.remember().advance() if accelerate else state.plain()
     error = (rate * residual + noise) / (1.0 - rate)
-    record = Record(evaluations, residual, error, state.index.numel() == 0)
+    record = Record(evaluations, residual, error, state.index.numel() == 0, limit)
     if not record.converged:
         raise NotConverged(record, max_iter)
     return solution, record

@@ -14,7 +14,7 @@ from lipformer.flows._causal_inverse import solve_causal
 from lipformer.flows._fixed_point import Branch, Record, solve_fixed_point
 from lipformer.flows._implicit import attach_gradient
 from lipformer.flows._log_det import METHODS, LogDet, residual_log_det
-from lipformer.flows._log_det_causal import supports_causal
+from lipformer.flows._log_det_causal import check_causal, supports_causal
 from lipformer.flows._norms import DUAL_MEASURES, MEASURES
 from lipformer.flows._pullback import masked_branch, without_padding
 from lipformer.layers import Contractive, L2MultiheadAttention, frozen
@@ -101,6 +101,8 @@ class InvertibleResidual(Freezable):
         self.branch: nn.Module = Contractive(branch, coeff, norm=norm, seq_len=seq_len)
         self.coeff = float(coeff)
         self.mode = mode
+        if log_det == "causal":
+            check_causal(branch)
         self.log_det_method = log_det or ("causal" if supports_causal(branch) else "roulette")
         self.terms = terms
         self.probes = probes

@@ -93,7 +93,7 @@ class LanguageModelConfig:
             if name not in own and getattr(self, name) is not None:
                 raise ValueError(
                     f"the variant {self.variant!r} has no option {name}, got {name}="
-                    f"{getattr(self, name)!r}; its options are {', '.join(own)}"
+                    f"{getattr(self, name)!r}; beside those of all variants it has {', '.join(own)}"
                 )
         if self.bound is not None:
             _one_of("bound", self.bound, ("kim2021",))

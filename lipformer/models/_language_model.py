@@ -158,6 +158,8 @@ class LanguageModel(Bakeable):
         return tokens
 
     def _check_prompt(self, prompt: Tensor, max_new: int) -> None:
+        if not isinstance(prompt, Tensor):
+            raise TypeError(f"prompt must be an int64 tensor (B, N), got {type(prompt).__name__}")
         if prompt.ndim != 2 or prompt.dtype != torch.int64 or prompt.numel() == 0:
             raise ValueError(
                 "prompt must be int64 of shape (B, N) with at least one token, "

@@ -304,3 +304,38 @@ def test_samples_need_a_length() -> None:
     with pytest.raises(ValueError, match="sample needs seq_len"):
         flow.sample(3)
     assert flow.sample(3, 7).shape == (3, 7, 4)
+
+
+def test_samples_of_several_lengths() -> None:
+    flow = AttentionFlow(2, depth=1, num_heads=1, seq_len=5).eval()
+    mask = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    long = flow.sample(2, generator=torch.Generator().manual_seed(1), key_padding_mask=mask)
+    assert not long[1, 3:].any() and long[1, :3].all()
+    assert bool(torch.isfinite(flow.log_prob(long, mask, method="exact")).all())
+
+
+def test_initialize_is_the_first_batch_in_training() -> None:
+    x = 3.0 + 2.0 * torch.randn(64, 4, 2)
+    flow = AttentionFlow(2, depth=1, num_heads=1, seq_len=4)
+    other = copy.deepcopy(flow)
+    flow.eval().initialize(x)
+    other.train()(x)
+    torch.testing.assert_close(flow.state_dict(), other.state_dict())
+    flow.initialize(x * 5)
+    torch.testing.assert_close(flow.state_dict(), other.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda flow: AttentionFlow(2, num_heads=4, seq_len=3), "dim=2 features, which num_heads=4"),
+        (lambda flow: AttentionFlow(2, num_heads=4, width=6, seq_len=3), "width=6 features"),
+        (lambda flow: flow(torch.zeros(1, 9, 2)), "seq_len=3, got 9 tokens"),
+        (lambda flow: flow(torch.zeros(1, 2, 3)), r"\(B, T, 2\), got \(1, 2, 3\)"),
+        (lambda flow: flow.log_prob(torch.zeros(1, 2, 2).double()), "float32, got torch.float64"),
+        (lambda flow: flow.sample((3,)), r"n must be an integer >= 0, got \(3,\)"),
+    ],
+)
+def test_what_a_flow_refuses(call: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(AttentionFlow(2, depth=1, num_heads=1, seq_len=3))

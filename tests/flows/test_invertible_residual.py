@@ -319,3 +319,22 @@ def test_a_branch_that_is_contractive_already() -> None:
     made = scrambled(lf.InvertibleResidual(lf.Contractive(branch("attention"), 3.0), 0.9)).double()
     assert lf.certify(made.branch, norm=made.norm_in_use()).bound <= 0.9 * (1 + 1e-12)
     assert round_trip(made, 16, 1.0) <= 1e-11
+
+
+def test_the_record_says_whether_the_promise_is_within_the_tolerance() -> None:
+    block = lf.InvertibleResidual(lf.FeedForward(4, 8), 0.9)
+    y = torch.randn(2, 3, 4)
+    _, record = block.inverse_with_record(y, tol=1e-2)
+    assert record.met_tolerance and bool((record.error_bound <= record.tolerance).all())
+    _, record = block.inverse_with_record(y, tol=1e-12)
+    assert record.converged and not record.met_tolerance
+
+
+def test_no_tokens_and_too_large_ones() -> None:
+    block = lf.InvertibleResidual(lf.FeedForward(4, 8), 0.9)
+    assert block.inverse(torch.zeros(2, 0, 4)).shape == (2, 0, 4)
+    attention = lf.L2MultiheadAttention(4, 1, batch_first=True, causal=False)
+    with pytest.raises(ValueError, match="overflows torch.float32 at y"):
+        lf.InvertibleResidual(attention, 0.9, seq_len=3).inverse(torch.randn(2, 3, 4) * 1e38)
+    with pytest.raises(ValueError, match="causal or token-wise all the way down"):
+        lf.InvertibleResidual(attention, 0.9, seq_len=3, log_det="causal")
