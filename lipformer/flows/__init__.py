@@ -1,4 +1,10 @@
-"""Invertible blocks, their log-determinants, and normalising flows made of them."""
+"""Invertible blocks, their log-determinants, and normalising flows made of them.
+
+Start with :class:`AttentionFlow`, a density of sets or sequences (B, T, D): ``log_prob``, ``sample``. It
+is made of :class:`InvertibleResidual`, :class:`ActNorm`, :class:`InvertibleLinear` and
+:class:`Permutation`, which all have ``forward``, ``inverse``, ``forward_and_log_det`` and
+``inverse_and_log_det``. ``to_*`` put them into other flow libraries. See docs/flows.md.
+"""
 
 from lipformer.flows._act_norm import ActNorm
 from lipformer.flows._attention_flow import AttentionFlow

@@ -79,5 +79,10 @@ class ActNorm(TokenWise):
 
 @register_bound(ActNorm)
 def _(module: ActNorm, ask: Ask) -> Bound:
+    if ask.as_eval and module.training and not tracing() and not bool(module.initialized):
+        raise ask.refuse(
+            "its first training batch would change its scale after it was divided by its bound",
+            "initialize(x) before it goes into a contractive or invertible branch",
+        )
     largest = module.log_scale.double().max().exp() * (1.0 + 1e-15)
     return Bound(at_least_one(largest), "max exp(s), 1 at padding")

@@ -15,6 +15,7 @@ from lipformer.certificate import Ask, Bound, register_bound, times
 from lipformer.flows._act_norm import ActNorm
 from lipformer.flows._invertible_residual import InvertibleResidual
 from lipformer.flows._linear import InvertibleLinear, Permutation
+from lipformer.flows._pullback import without_padding
 from lipformer.layers import L2MultiheadAttention, LipSwish, SpectralLinear
 from lipformer.layers._attention_layout import padding
 
@@ -312,6 +313,7 @@ class AttentionFlow(nn.Module):
 
     def _base_log_prob(self, noise: Tensor, padded: Tensor | None) -> Tensor:
         """log p_0 of noise (B, T, D) without its padded tokens, (B,)."""
+        noise = without_padding(noise, padded)
         parts = standard_normal_log_prob(noise) if self.base is None else self.base.log_prob(noise)
         if padded is not None:
             if parts.ndim == 1:

@@ -171,7 +171,7 @@ class _State:
         mark = torch.where(progress, size * rate ** (PATIENCE / 2), self.mark)
         waited = torch.where(progress, 0, self.waited + 1)
 
-        stalled = (waited >= PATIENCE) & (size <= 16.0 * noise)
+        stalled = (waited >= PATIENCE) & (size <= 16.0 * noise) & torch.isfinite(size)
         solved = (size <= (1.0 - rate) * self.limit) | stalled
         place = torch.arange(size.shape[1], device=size.device)
         locked = place < self.front[:, None]

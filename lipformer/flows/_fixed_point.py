@@ -148,7 +148,7 @@ def solve_fixed_point(
         if k == 0 and not bool(torch.isfinite(state.size).all()):
             raise ValueError(
                 f"the branch overflows {y.dtype} at y (largest entry {float(y.abs().max()):.3g}): "
-                "rescale y or use a wider dtype"
+                "rescale y, use a wider dtype, and look whether the weights are finite"
             )
         done = rate / (1.0 - rate) * state.best_size <= state.limit
         done = done | ((state.waited >= PATIENCE) & (state.best_size <= 16.0 * state.noise))

@@ -97,6 +97,16 @@ class InvertibleResidual(Freezable):
                     f"attention in an invertible block works on (B, T, D): build {name or 'branch'} "
                     "with batch_first=True, got batch_first=False"
                 )
+            if getattr(part, "inplace", False) is True:
+                raise ValueError(
+                    f"{name or 'branch'} ({type(part).__name__}) overwrites the block's input: build "
+                    "it with inplace=False"
+                )
+        for given, number in (("terms", terms), ("probes", probes)):
+            if not (given == "terms" and number is None) and (
+                isinstance(number, bool) or not isinstance(number, int) or number < 1
+            ):
+                raise ValueError(f"{given} must be an integer >= 1, got {number!r}")
         norm = "self" if mode == "causal" else norm
         self.branch: nn.Module = Contractive(branch, coeff, norm=norm, seq_len=seq_len)
         self.coeff = float(coeff)
@@ -138,7 +148,8 @@ class InvertibleResidual(Freezable):
     ) -> Tensor:
         """The x with forward(x) = y, differentiable once; ``self.record`` says how it was found.
 
-        Runs without autocast, in the dtype of the weights.
+        Runs without autocast, in the dtype of the weights. Not for torch.compile, which would unroll
+        the iterations for a minute and gain nothing: compile what lies around it.
 
         Args:
             y: (B, T, D), finite.

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from lipformer.certificate import Ask, Bound, register_bound
 from lipformer.certificate._linear_rules import linear_bound
+from lipformer.flows._pullback import without_padding
 from lipformer.layers._attention_layout import padding
 
 
@@ -52,11 +53,13 @@ class TokenWise(nn.Module):
         """(B, T, D) -> (B, T, D)."""
         padded = self._padded(x, key_padding_mask)
         self.prepare(x, padded)
-        return _keep(padded, x, self.token_map(x))
+        # Not even a NaN in a padded token may reach the gradients of the weights.
+        return _keep(padded, x, self.token_map(without_padding(x, padded)))
 
     def inverse(self, y: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """The inverse, exact up to rounding: (B, T, D) -> (B, T, D)."""
-        return _keep(self._padded(y, key_padding_mask), y, self.token_inverse(y))
+        padded = self._padded(y, key_padding_mask)
+        return _keep(padded, y, self.token_inverse(without_padding(y, padded)))
 
     def forward_and_log_det(
         self, x: Tensor, key_padding_mask: Tensor | None = None
@@ -140,14 +143,18 @@ class InvertibleLinear(TokenWise):
 
     def token_map(self, x: Tensor) -> Tensor:
         """x W^T."""
-        return F.linear(x, self.weight().to(x.dtype))
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(x, self.weight().to(x.dtype))
 
     def token_inverse(self, y: Tensor) -> Tensor:
         """x with x W^T = y, by two triangular solves."""
-        lower, upper = (factor.to(y.dtype) for factor in self._factors())
-        columns = y.index_select(-1, self.order.argsort()).flatten(0, -2).mT
+        # LAPACK has no half precision.
+        wide = torch.promote_types(y.dtype, torch.float32)
+        lower, upper = (factor.to(wide) for factor in self._factors())
+        columns = y.to(wide).index_select(-1, self.order.argsort()).flatten(0, -2).mT
         columns = torch.linalg.solve_triangular(lower, columns, upper=False, unitriangular=True)
-        return torch.linalg.solve_triangular(upper, columns, upper=True).mT.reshape(y.shape)
+        columns = torch.linalg.solve_triangular(upper, columns, upper=True)
+        return columns.mT.reshape(y.shape).to(y.dtype)
 
     def token_log_det(self) -> Tensor:
         """The sum of s."""

@@ -24,7 +24,7 @@ def dense_jacobian(out: Tensor, x: Tensor, *, create_graph: bool) -> Tensor:
     """
     batch, tokens, width = out.shape
     n = tokens * width
-    chunk = max(1, min(n, _BUDGET // (batch * tokens * (tokens + width))))
+    chunk = max(1, min(n, _BUDGET // max(1, batch * tokens * (tokens + width))))
     directions = torch.eye(n, dtype=out.dtype, device=out.device).view(n, 1, tokens, width)
     rows = [
         pull_all(out, x, part.expand(-1, batch, -1, -1), create_graph=create_graph)

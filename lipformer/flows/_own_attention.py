@@ -56,7 +56,7 @@ def own_rows(
         padding: (B, T), True at padded tokens, whose rows are zero, or None.
     """
     batch, heads, count, width = y.shape
-    chunk = max(1, _BUDGET // (batch * heads * count * width))
+    chunk = max(1, _BUDGET // max(1, batch * heads * count * width))
     parts = []
     for start in range(0, count, chunk):
         stop = min(count, start + chunk)

@@ -65,7 +65,9 @@ def _rule_of(module: nn.Module) -> _Rule | None:
         rule = _rules.get(cls)
         if rule is not None:
             kept = type(module).forward is cls.forward  # type: ignore[attr-defined]
-            return rule if kept and rule.applies(module) else None
+            if kept:
+                return rule if rule.applies(module) else None
+            break  # a forward of its own: it has to say itself what it is
     if getattr(module, "token_wise", None) is True:
         return _Rule(_push_token_wise)
     if getattr(module, "causal", None) is True:

@@ -60,6 +60,6 @@ def roulette_weights(counts: Tensor, rate: float, exact: int) -> Tensor:
     Returns:
         (max n, B) float64, the weight of term k in row k - 1.
     """
-    k = torch.arange(1, int(counts.max()) + 1)[:, None]
+    k = torch.arange(1, (int(counts.max()) if len(counts) else exact) + 1)[:, None]
     log_reached = math.log(continuation(rate)) * (k - exact).clamp_min(0).double()
     return torch.exp(-log_reached).where(counts >= k, 0.0)

@@ -20,9 +20,13 @@ class MaxMin(nn.Module):
         if x.shape[-1] % 2:
             raise ValueError(f"MaxMin needs an even number of features, got shape {tuple(x.shape)}")
         a, b = x.chunk(2, dim=-1)
-        # Exact, as lerp is at both ends, and four times as fast as maximum and minimum with gradients.
-        first = (a.detach() >= b.detach()).to(x.dtype)
-        return torch.cat([torch.lerp(b, a, first), torch.lerp(a, b, first)], dim=-1)
+        # Products with 0 and 1: exact for finite numbers, and with gradients several times as fast as
+        # maximum and minimum.
+        kept = (a.detach() >= b.detach()).to(x.dtype)
+        swapped = 1 - kept
+        larger = torch.addcmul(kept * a, swapped, b)
+        smaller = torch.addcmul(kept * b, swapped, a)
+        return torch.cat([larger, smaller], dim=-1)
 
 
 class LipSwish(nn.Module):

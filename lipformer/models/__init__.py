@@ -1,4 +1,9 @@
-"""Language models made of certified layers, and the ones to compare them with."""
+"""Language models made of certified layers, and the ones to compare them with.
+
+A builder for each variant gives a :class:`LanguageModel`: ``lf.models.lipschitz(vocab_size=50)``. Its
+``generate``, ``invert`` (variant "invertible"), ``save_pretrained`` and ``from_pretrained`` do
+the rest. See docs/models.md.
+"""
 
 from lipformer.models._builders import (
     VARIANTS,

@@ -14,13 +14,18 @@ def dot_product(vocab_size: int, **options: Any) -> LanguageModel:
 
     Args:
         vocab_size: V.
-        options: further entries of :class:`LanguageModelConfig`; so in all builders.
+        options: ``dim=128``, ``num_heads=4``, ``num_layers=3``, ``hidden=4*dim``, ``max_len=256``,
+            ``dropout=0.0``, ``positions="alibi"``, ``slopes=None``, ``vocabulary=None``, as in all
+            builders (see :class:`LanguageModelConfig`), and ``norm_place="pre"``.
     """
     return LanguageModel(LanguageModelConfig("dot_product", vocab_size, **options))
 
 
 def l2(vocab_size: int, **options: Any) -> LanguageModel:
-    """The baseline with untied L2 attention (:class:`UntiedL2Attention`). No bound is claimed."""
+    """The baseline with untied L2 attention (:class:`UntiedL2Attention`). It has no certificate.
+
+    Options: those of :func:`dot_product`.
+    """
     return LanguageModel(LanguageModelConfig("l2", vocab_size, **options))
 
 
@@ -28,6 +33,8 @@ def l2_tied(vocab_size: int, **options: Any) -> LanguageModel:
     """The baseline with tied L2 attention in the lean form, a quarter fewer attention weights or more.
 
     Each attention layer is certified; LayerNorm makes the certificate of the whole finite but useless.
+
+    Options: those of :func:`dot_product` and ``value_proj=False``.
     """
     return LanguageModel(LanguageModelConfig("l2_tied", vocab_size, **options))
 
@@ -38,6 +45,9 @@ def contractive(vocab_size: int, **options: Any) -> LanguageModel:
     ``norm`` says in which norm: "self" (default; each token's effect on itself), "l2", "token" or
     "linf". ``bound="kim2021"`` is the paper's scaling, F / UB_inf in the paper's form for max_len
     tokens, for comparison.
+
+    Options: those of :func:`dot_product` (here ``norm_place="post"``), ``value_proj=False``,
+    ``coeff=1.0``, ``norm="self"``, ``bound=None``.
     """
     return LanguageModel(LanguageModelConfig("contractive", vocab_size, **options))
 
@@ -47,6 +57,9 @@ def lipschitz(vocab_size: int, **options: Any) -> LanguageModel:
 
     Convex residuals around branches of constant ``coeff`` and a last linear map of constant at most
     ``head_coeff``, which with the default coeff=1 bounds the whole.
+
+    Options: those of :func:`dot_product` (here ``norm_place="none"``), ``value_proj=False``,
+    ``coeff=1.0``, ``norm="l2"``, ``head_coeff=32.0``.
     """
     return LanguageModel(LanguageModelConfig("lipschitz", vocab_size, **options))
 
@@ -56,6 +69,9 @@ def invertible(vocab_size: int, **options: Any) -> LanguageModel:
 
     With ``norm="self"`` (default) attention is invertible token by token (Theorem E), with "l2",
     "token" or "linf" by a contraction of the whole sequence, which shrinks it more.
+
+    Options: those of :func:`dot_product` without ``norm_place``, ``value_proj=False``, ``coeff=0.9``,
+    ``norm="self"``.
     """
     return LanguageModel(LanguageModelConfig("invertible", vocab_size, **options))
 

@@ -325,9 +325,11 @@ def test_the_record_says_whether_the_promise_is_within_the_tolerance() -> None:
     block = lf.InvertibleResidual(lf.FeedForward(4, 8), 0.9)
     y = torch.randn(2, 3, 4)
     _, record = block.inverse_with_record(y, tol=1e-2)
-    assert record.met_tolerance and bool((record.error_bound <= record.tolerance).all())
+    assert record.met_tolerance
+    assert bool((record.error_bound <= record.tolerance).all())
     _, record = block.inverse_with_record(y, tol=1e-12)
-    assert record.converged and not record.met_tolerance
+    assert record.converged
+    assert not record.met_tolerance
 
 
 def test_no_tokens_and_too_large_ones() -> None:

@@ -15,8 +15,8 @@ class NoiseToData:
     """The methods of a transform from noise to data, for torch's Transform and for Pyro's module.
 
     The density needs data to noise: it gives noise and log-determinant in one pass, which is kept, so
-    that log_abs_det_jacobian does not run the block again. The pair is recognised by its tensors, and
-    every pass makes new ones, so it is never out of date.
+    that log_abs_det_jacobian does not run the block again. It is used for the same tensors, unchanged,
+    with the same weights and grad mode, once: else the block runs again.
     """
 
     domain = constraints.independent(constraints.real, 2)
@@ -26,22 +26,32 @@ class NoiseToData:
 
     block: nn.Module
     options: Options
-    _kept: tuple[Tensor, Tensor, Tensor] | None = None
+    _kept: tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]] | None = None
 
     def _call(self, x: Tensor) -> Tensor:
         return data_of(self.block, x, self.options)
 
     def _inverse(self, y: Tensor) -> Tensor:
         noise, log_det = noise_of(self.block, y, self.options)
-        self._kept = (noise, y, -log_det)
+        self._kept = (noise, y, -log_det, self._moment(y))
         return noise
 
     def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:
         """log|det dy/dx| (*), x being noise and y data of shape (*, T, D)."""
-        if self._kept is not None and self._kept[0] is x and self._kept[1] is y:
-            return self._kept[2]
+        kept, self._kept = self._kept, None
+        if kept is not None and kept[0] is x and kept[1] is y:
+            now = zip(kept[3], self._moment(y), strict=True)
+            if all(torch.equal(before, after) for before, after in now):
+                return kept[2]
         # The log-determinant is a function of the data: no inverse is needed.
         return -noise_of(self.block, y, self.options)[1]
+
+    def _moment(self, y: Tensor) -> tuple[Tensor, ...]:
+        """What a pair depends on besides its tensors' identity, by value."""
+        tensors = (*self.block.parameters(), *self.block.buffers())
+        sizes = [t.detach().double().norm() for t in tensors]
+        grad = torch.tensor(torch.is_grad_enabled())
+        return grad, y.detach().clone(), torch.stack(sizes) if sizes else grad
 
     def __getstate__(self) -> dict[str, Any]:
         # Tensors of the last pass have a graph, which cannot be copied.
