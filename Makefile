@@ -53,8 +53,9 @@ format: setup
 	$(PY) -m ruff check --fix --exit-zero .
 	$(PY) -m ruff format .
 
+# The quickstart: trains, certifies and inverts a small model, and leaves a report in runs/quickstart.
 train: setup
-	$(PY) -m recipes.demo
+	$(PY) -m training fit --config recipes/quickstart.yaml
 
 bench: $(VENV)/.bench-done
 	$(PY) -m recipes.bench.attention

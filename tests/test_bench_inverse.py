@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from recipes.bench.inverse import Counter, arguments, branches, main, peer_solvers
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +67,24 @@ def test_peers_invert_our_branch() -> None:
         for inverse in peer_solvers(counter, 8).values():
             assert (inverse(block(x)) - x).abs().max() < 1e-2
     assert counter.calls > 50
+
+
+def test_help_shows_defaults_and_time(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        arguments(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for part in (
+        "(default: 64)",
+        "(default: [1.0, 10.0])",
+        "report/bench/inverse.json",
+        "It takes",
+    ):
+        assert part in text
+
+
+def test_the_default_output_is_no_tracked_file() -> None:
+    ignored = (ROOT / ".gitignore").read_text().split("\n")
+    assert f"{arguments([]).out.parts[0]}/" in ignored
 
 
 @pytest.mark.parametrize(

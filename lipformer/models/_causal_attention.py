@@ -164,7 +164,7 @@ class DotProductAttention(CausalAttention):
 class UntiedL2Attention(CausalAttention):
     r"""Causal L2 attention with untied weights: logits :math:`-t \|x_i W_Q - x_j W_K\|^2`.
 
-    Values are :math:`x_j W_V`. No bound is known: for Lipschitz continuity query and key must be tied
+    Values are :math:`x_j W_V`. It has no finite Lipschitz constant: for one, query and key must be tied
     and the values linear in the keys (docs/theory, section 1). One temperature t per head is learned.
     Source: the untied comparison of Kim, Papamakarios, Mnih 2021.
 

@@ -128,13 +128,13 @@ class PointSets(L.LightningDataModule):
     def __init__(
         self,
         name: str = "moons",
-        points: int = 16,
+        points: int = 12,
         train_sets: int = 20_000,
         held_out_sets: int = 1_000,
-        batch_size: int = 128,
-        offset: float = 0.5,
-        stretch: float = 0.2,
-        turn: float = 30.0,
+        batch_size: int = 64,
+        offset: float = 0.3,
+        stretch: float = 0.1,
+        turn: float = 15.0,
         seed: int = 0,
     ) -> None:
         super().__init__()

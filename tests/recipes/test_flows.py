@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,14 +16,13 @@ from recipes.flows import data as point_sets
 from recipes.flows.__main__ import main
 from recipes.flows.baselines import SetGaussian, real_nvp, train_real_nvp
 from recipes.flows.data import PointSets, digit_images, digit_points, moved
-from recipes.flows.module import FlowModule
+from recipes.flows.module import FlowModule, optimiser
 from recipes.flows.pictures import inversion_errors, next_point_density
-from recipes.flows.report import Row, count, markdown, training_sets
+from recipes.flows.report import Report, Row, count, markdown, training_sets
 
 FOLDER = Path(__file__).resolve().parents[2] / "recipes" / "flows"
 CONFIGS = sorted(FOLDER.glob("*.yaml"))
-TINY = {
-    "model.points": 4,
+TINY: dict[str, object] = {
     "model.depth": 1,
     "model.width": 4,
     "model.hidden": [8],
@@ -39,6 +37,9 @@ TINY = {
     "trainer.accelerator": "cpu",
     "trainer.enable_progress_bar": False,
     "trainer.enable_model_summary": False,
+    "report.samples": 6,
+    "report.cells": 4,
+    "report.learning_rates": [1e-3],
 }
 
 
@@ -52,29 +53,18 @@ def test_a_configuration_opens_with_its_command(path: Path) -> None:
     assert f"python -m recipes.flows fit --config recipes/flows/{path.name}" in text[:400]
     settings = yaml.safe_load(text)
     assert settings["data"]["name"] == path.stem
-    assert settings["data"]["points"] == settings["model"]["points"]
+    assert "points" not in settings["model"], "which is data.points"
     assert settings["trainer"]["accelerator"] == "auto"
 
 
-def fit_small(
-    path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, report: dict[str, Any] | None
-) -> None:
-    """Runs a configuration at the sizes of TINY, with its report if one is asked for."""
+def run(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    """Runs a subcommand at the sizes of TINY, with its output in a folder; later arguments win."""
     monkeypatch.setattr(torch, "set_flush_denormal", lambda mode: True)
-    monkeypatch.setattr(sys, "argv", ["recipes.flows"])
-    settings: dict[str, Any] = yaml.safe_load(path.read_text())
-    for name, value in TINY.items():
-        section, key = name.split(".")
-        settings[section][key] = value
-    trainer = settings["trainer"]
-    trainer["default_root_dir"] = trainer["logger"]["init_args"]["save_dir"] = str(folder)
-    callbacks = [part for part in trainer["callbacks"] if "Report" in part["class_path"]]
-    callbacks[0]["init_args"] = {**(report or {}), "directory": str(folder)}
-    trainer["callbacks"] = callbacks if report else []
-    small = folder / "small.yaml"
-    small.write_text(yaml.safe_dump(settings))
+    sizes = [f"--{name}={value}" for name, value in TINY.items()]
+    configs = [part for part in arguments if part.startswith("--config")]
+    others = [part for part in arguments if part not in configs]
     with warnings.catch_warnings():  # the command sets filters of its own
-        main(["fit", "--config", str(small)])
+        main([command, f"--out={folder}", *configs, *sizes, *others])
 
 
 def scores(report: Path) -> dict[str, float]:
@@ -92,22 +82,108 @@ LIGHTNING = pytest.mark.filterwarnings(
 @LIGHTNING
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_a_configuration_trains(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fit_small(path, tmp_path, monkeypatch, report=None)
-    logs = (tmp_path / "logs" / "version_0" / "metrics.csv").read_text()
+    monkeypatch.chdir(tmp_path)
+    out = tmp_path / "out"
+    run("fit", out, monkeypatch, f"--config={path}")
+    logs = (out / "logs" / "version_0" / "metrics.csv").read_text()
     assert "val/nats_per_point" in logs.partition("\n")[0]
     assert "nan" not in logs
+    assert [part.name for part in tmp_path.iterdir()] == ["out"], "all output is in one place"
 
 
 @LIGHTNING
-def test_the_report(
+def test_without_a_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sizes = {"samples": 6, "cells": 4, "learning_rates": [1e-3]}
-    fit_small(FOLDER / "moons.yaml", tmp_path, monkeypatch, report=sizes)
+    """The report, the checkpoint and what can be done with it; no validation in so short a run."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(TINY, "trainer.val_check_interval")
+    run("fit", tmp_path, monkeypatch, "--data.points=5")
     assert "nats per point" in capsys.readouterr().out
     assert list(scores(tmp_path / "report.md")) == ["AttentionFlow", "Gaussian", "RealNVP"]
+    text = (tmp_path / "report.md").read_text()
+    assert f"    python -m recipes.flows fit --out={tmp_path} " in text
+    assert "sets of 5 points" in text
     for name in ("samples.png", "density.png", "inversion.png"):
         assert (tmp_path / name).stat().st_size > 5_000
+
+    last = tmp_path / "last.ckpt"
+    flow = FlowModule.load_from_checkpoint(last).flow.eval()
+    assert flow.sample(3).shape == (3, 5, 2)
+    for command in ("validate", "test"):
+        run(command, tmp_path, monkeypatch, "--data.points=5", f"--ckpt_path={last}")
+        assert "nats_per_point" in capsys.readouterr().out
+
+
+@LIGHTNING
+def test_a_run_that_was_broken_off_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("broken off")
+
+    sizes = ("--trainer.max_steps=4",)
+    with monkeypatch.context() as patch:
+        patch.setattr(Report, "on_validation_end", after(Report.on_validation_end, broken))
+        with pytest.raises(RuntimeError, match="broken off"):
+            run("fit", tmp_path, monkeypatch, *sizes)
+    assert not (tmp_path / "report.md").exists()
+    last = tmp_path / "last.ckpt"
+    assert torch.load(last, weights_only=True)["global_step"] == 2
+    run("fit", tmp_path, monkeypatch, *sizes, f"--ckpt_path={last}")
+    assert torch.load(last, weights_only=True)["global_step"] == 4
+    assert scores(tmp_path / "report.md")
+
+
+def after(first: Callable[..., None], second: Callable[..., None]) -> Callable[..., None]:
+    """One call after the other."""
+
+    def both(*arguments: object) -> None:
+        first(*arguments)
+        second(*arguments)
+
+    return both
+
+
+@LIGHTNING
+def test_a_causal_flow_reports_sequences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run("fit", tmp_path, monkeypatch, "--model.mode=causal", "--model.log_det=causal")
+    text = (tmp_path / "report.md").read_text().partition("\n\n    ")
+    assert text[0] == "# moons: sequences of 4 points"
+    prose = text[2].partition("\n")[2]
+    assert "per sequence" in prose
+    assert not re.search(r"\bsets?\b", prose)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["predict"], "invalid choice"),
+        (["fit", "--model.points=5"], "model.points"),
+        (["fit", "--trainer.default_root_dir=x"], "default_root_dir"),
+    ],
+)
+@LIGHTNING
+def test_what_cannot_be_asked_for(
+    arguments: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(torch, "set_flush_denormal", lambda mode: True)
+    with warnings.catch_warnings(), pytest.raises(SystemExit):
+        main(arguments)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("steps", [1, 2, 9, 10, 11, 600])
+def test_the_schedule_of_a_run_of_any_length(steps: int) -> None:
+    parts = optimiser(torch.nn.Linear(1, 1), 1e-2, steps)
+    rates = []
+    for _ in range(steps):
+        rates.append(parts["optimizer"].param_groups[0]["lr"])
+        parts["optimizer"].step()
+        parts["lr_scheduler"]["scheduler"].step() if len(rates) < steps else None
+    assert max(rates) <= 1e-2 * (1.0 + 1e-9)
+    assert steps < 10 or max(rates) > 0.8e-2
 
 
 @LIGHTNING
@@ -117,11 +193,11 @@ def test_the_flow_beats_a_gaussian_and_a_real_nvp(
     name: str, steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Digits need a quarter of the recipe's updates for it, moons more than that."""
-    for key in [key for key in TINY if key.startswith(("model.", "data."))]:
+    for key in [key for key in TINY if key.startswith(("model.", "data.", "report.learning"))]:
         monkeypatch.delitem(TINY, key)
     monkeypatch.setitem(TINY, "trainer.max_steps", steps)
     monkeypatch.setitem(TINY, "trainer.val_check_interval", steps)
-    fit_small(FOLDER / f"{name}.yaml", tmp_path, monkeypatch, report={"samples": 6, "cells": 4})
+    run("fit", tmp_path, monkeypatch, f"--config={FOLDER / name}.yaml")
     flow, gaussian, real_nvp = scores(tmp_path / "report.md").values()
     assert flow < gaussian - 0.03
     assert flow < real_nvp - 0.03
@@ -208,9 +284,11 @@ def test_errors_fall_with_evaluations() -> None:
     flow = AttentionFlow(2, depth=1, num_heads=2, hidden=8, width=4, seq_len=5)
     curves = inversion_errors(flow, torch.randn(3, 5, 2), (1e-2, 1e-5, 1e-9))
     for pairs in curves.values():
-        counts, errors = zip(*pairs, strict=True)
+        counts, errors, bounds = zip(*pairs, strict=True)
         assert list(counts) == sorted(counts)
         assert errors[2] <= 1e-9 * 10
+        assert all(error <= bound for error, bound in zip(errors, bounds, strict=True))
+        assert bounds[2] <= 1e-8
     assert flow.blocks[1].record is None, "the flow itself is left alone"
 
 

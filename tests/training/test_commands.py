@@ -1,0 +1,196 @@
+"""The command line, from the user's side: what is printed, exit codes, and that nothing is lost."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from lipformer.models import VARIANTS, LanguageModel
+from tests.training.tiny import LIGHTNING_WARNINGS, write_corpus
+from training.__main__ import main
+from training.checkpoints import write_checkpoint
+
+pytestmark = pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
+ROOT = Path(__file__).resolve().parents[2]
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs a command; gives its exit code, output and errors."""
+    monkeypatch.setattr(torch, "set_flush_denormal", lambda mode: True)
+    monkeypatch.setattr("sys.argv", ["training"])
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        with warnings.catch_warnings():  # the command sets filters of its own
+            try:
+                code = main([str(argument) for argument in arguments])
+            except SystemExit as end:
+                code = int(end.code or 0)
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> list[object]:
+    """Options that make the quickstart tiny."""
+    corpus = write_corpus(tmp_path / "corpus")
+    return [
+        *("--config", ROOT / "recipes" / "quickstart.yaml", "--data.source", "dir"),
+        *("--data.path", corpus, "--data.block", 16, "--data.batch_size", 4),
+        *("--model.dim", 16, "--model.num_heads", 2, "--model.num_layers", 1),
+        *("--trainer.max_steps", 4, "--trainer.val_check_interval", 2),
+        *("--trainer.log_every_n_steps", 1, "--trainer.accelerator", "cpu"),
+        *("--trainer.enable_progress_bar", "false", "--certificate.length", 4),
+        *("--certificate.steps", 1, "--certificate.restarts", 1, "--text.length", 20),
+        *("--trainer.default_root_dir", tmp_path / "runs"),
+    ]
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A checkpoint of an untrained model that knows five letters."""
+    options = {"dim": 8, "num_heads": 2, "num_layers": 1, "vocabulary": "abcde"}
+    return saved("lipschitz", tmp_path / "letters.ckpt", **options)
+
+
+def saved(variant: str, path: Path, **options: object) -> Path:
+    model = VARIANTS[variant](5, **options)
+    weights = {f"model.{name}": value for name, value in model.state_dict().items()}
+    config = {"config": model.config.to_dict()}
+    run = {"pytorch-lightning_version": "2.6.0", "global_step": 1, "loops": {}}
+    write_checkpoint({"lipformer": config, "state_dict": weights, **run}, path)
+    return path
+
+
+def test_a_run_from_fit_to_export(command: Run, tiny: list[object], tmp_path: Path) -> None:
+    code, out, _ = command("fit", *tiny)
+    assert code == 0
+    run = tmp_path / "runs" / "0"
+    for told in ("bits per character", "certified Lipschitz constant", "attack reaches", "inversion"):
+        assert told in out
+    assert out.rstrip().endswith(f"report: {run / 'report'}")
+    report = (run / "report" / "report.md").read_text()
+    assert "What it writes" in report
+    for name in ("loss.png", "bits.png", "certificate.png"):
+        assert (run / "report" / name).stat().st_size > 5_000
+    header = (run / "metrics.csv").read_text().partition("\n")[0]
+    for key in ("val/bits", "certificate/bound", "certificate/estimate", "inversion/error"):
+        assert key in header
+    assert "train/characters_per_second" in header
+    assert list(run.glob("events.out.tfevents.*"))
+    assert (run / "config.yaml").is_file()
+    last = run / "checkpoints" / "last.ckpt"
+    assert (run / "checkpoints" / "best.ckpt").is_file()
+
+    code, out, _ = command("test", *tiny, "--ckpt_path", last)
+    assert code == 0
+    assert "test/bits" in out
+    code, out, _ = command("sample", last, "--prompt", "to be", "--max-new", 30, "--top-k", 3)
+    assert code == 0
+    assert out.startswith("to be")
+    assert len(out) == 5 + 30 + 1
+    code, out, _ = command("certify", last, "--steps", 1, "--restarts", 1, "--length", 4)
+    assert code == 0
+    bound = float(out.split("Lipschitz bound ")[1].split()[0])
+    assert bound >= float(out.split("attack reaches ")[1].split()[0])
+    code, out, _ = command("export", last, tmp_path / "model")
+    assert code == 0
+    assert LanguageModel.from_pretrained(tmp_path / "model").config.variant == "invertible"
+    more = ["--trainer.max_steps", 6, "--certificate.enabled", "false"]
+    code, _, _ = command("fit", *tiny, "--ckpt_path", last, *more)
+    assert code == 0
+    assert (tmp_path / "runs" / "1" / "report" / "report.md").is_file(), "no run is written over"
+
+
+def test_help_is_readable(command: Run) -> None:
+    code, out, _ = command("--help")
+    assert code == 0
+    assert "python -m training certify CKPT" in out
+    code, out, _ = command("fit", "--help")
+    assert code == 0
+    for option in ("--model.variant", "--data.source", "--checkpoint_every", "--certificate.steps"):
+        assert option in out
+    assert "dot_product, l2, l2_tied, contractive, lipschitz or invertible" in " ".join(out.split())
+    assert len(out.partition("options:")[0].splitlines()) < 10, "no page of usage"
+    code, out, _ = command("sample", "--help")
+    assert "--prompt" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["fly"], "unknown command 'fly'; commands are fit, validate, test, certify, sample, export"),
+        (["certify", "nowhere.ckpt"], "there is no checkpoint 'nowhere.ckpt'"),
+        (
+            ["sample", "CKPT", "--prompt", "abx"],
+            "--prompt has 1 characters that the model does not know",
+        ),
+        (["sample", "CKPT", "--prompt", ""], "--prompt must have at least one character"),
+        (
+            ["sample", "CKPT", "--prompt", "a", "--top-k", "9"],
+            "top_k must be None or an integer in 1..5",
+        ),
+        (["sample", "CKPT", "--prompt", "a", "--temperature", "-1"], "temperature must be 0"),
+        (["export", "CKPT", "FULL"], "is not empty; --force overwrites"),
+        (
+            ["fit", "TINY", "--data.path", "nowhere"],
+            "must be a directory with text files, got 'nowhere'",
+        ),
+        (["fit", "TINY", "--data.block", "10000"], "blocks of 10000 need 20000"),
+        (["fit", "TINY", "--model.variant", "l3"], "variant must be one of dot_product"),
+        (["fit", "TINY", "--model.bound", "kim2021"], "'invertible' has no option bound"),
+        (["fit", "TINY", "--ckpt_path", "CUT"], "truncated or not a checkpoint"),
+        (["fit", "TINY", "--ckpt_path", "CKPT"], "checkpoint is of another model: its variant is"),
+        (["fit", "TINY", "--checkpoint_every", "0"], "--checkpoint_every must be at least 1, got 0"),
+    ],
+)
+def test_bad_input_is_told_in_one_line(
+    command: Run, tiny: list[object], checkpoint: Path, tmp_path: Path, arguments: list[str], told: str
+) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").write_text("kept")
+    (tmp_path / "cut.ckpt").write_bytes(checkpoint.read_bytes()[:900])
+    places = {"CKPT": checkpoint, "CUT": tmp_path / "cut.ckpt", "FULL": tmp_path / "full"}
+    given: list[object] = []
+    for argument in arguments:
+        given += tiny if argument == "TINY" else [places.get(argument, argument)]
+    code, _, err = command(*given)
+    assert code == 2
+    (line,) = [line for line in err.splitlines() if line.startswith("error")]
+    assert told in line
+    assert "Traceback" not in err
+    assert (tmp_path / "full" / "mine").read_text() == "kept"
+    assert not list((tmp_path / "runs").rglob("*.ckpt"))
+
+
+def test_an_unknown_option_is_refused(command: Run, tiny: list[object], tmp_path: Path) -> None:
+    code, _, err = command("fit", *tiny, "--model.widht", 3)
+    assert code == 2
+    lines = err.strip().splitlines()
+    assert lines[-1].endswith("unrecognized arguments: --model.widht 3")
+    assert len(lines) < 6
+    assert not (tmp_path / "runs").exists()
+
+
+def test_variants_without_a_certificate_say_so(command: Run, tmp_path: Path) -> None:
+    options = {"dim": 8, "num_heads": 2, "num_layers": 1, "vocabulary": "abcde"}
+    path = saved("dot_product", tmp_path / "dot.ckpt", **options)
+    code, out, _ = command("certify", path, "--steps", 1, "--restarts", 2, "--length", 5)
+    assert code == 1
+    assert "no certificate: 'body.trunk.0.branch.1' (DotProductAttention) cannot be certified" in out
+    assert "attack reaches" in out
+
+
+def test_export_overwrites_only_when_told(command: Run, checkpoint: Path, tmp_path: Path) -> None:
+    assert command("export", checkpoint, tmp_path / "model")[0] == 0
+    assert command("export", checkpoint, tmp_path / "model")[0] == 2
+    assert command("export", checkpoint, tmp_path / "model", "--force")[0] == 0
+    assert command("export", checkpoint, checkpoint)[0] == 2

@@ -1,0 +1,76 @@
+"""Encoders of others as language models to fine-tune."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import lipformer as lf
+from training.converted import from_encoder
+from training.errors import BadInput
+
+
+def torch_encoder(norm_first: bool) -> nn.TransformerEncoder:
+    layer = nn.TransformerEncoderLayer(16, 4, 24, 0.0, F.gelu, batch_first=True, norm_first=norm_first)
+    last = nn.LayerNorm(16) if norm_first else None
+    encoder = nn.TransformerEncoder(layer, 2, last, enable_nested_tensor=False)
+    for p in encoder.parameters():
+        nn.init.normal_(p, std=0.3)
+    return encoder
+
+
+def bert(encoder: nn.TransformerEncoder) -> Any:
+    """The same post-norm layers under the names of Hugging Face's BERT."""
+    layers = []
+    for layer in encoder.layers:
+        mha, own = layer.self_attn, []
+        for weight, bias in zip(mha.in_proj_weight.chunk(3), mha.in_proj_bias.chunk(3), strict=True):
+            part = nn.Linear(16, 16)
+            part.load_state_dict({"weight": weight, "bias": bias})
+            own.append(part)
+        attention = SimpleNamespace(
+            self=SimpleNamespace(query=own[0], key=own[1], value=own[2], num_attention_heads=4),
+            output=SimpleNamespace(dense=mha.out_proj, LayerNorm=layer.norm1),
+        )
+        output = SimpleNamespace(dense=layer.linear2, LayerNorm=layer.norm2)
+        intermediate = SimpleNamespace(dense=layer.linear1)
+        layers.append(SimpleNamespace(attention=attention, output=output, intermediate=intermediate))
+    return SimpleNamespace(encoder=SimpleNamespace(layer=layers))
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_the_trunk_is_the_converted_encoder(norm_first: bool) -> None:
+    encoder = torch_encoder(norm_first)
+    model = from_encoder(encoder, "abcde", max_len=8)
+    assert model(torch.tensor([[0, 1, 2]])).shape == (1, 3, 5)
+    attention = next(m for m in model.modules() if isinstance(m, lf.L2MultiheadAttention))
+    options = {"causal": True, "positions": "alibi", "slopes": attention.slopes}
+    plain = lf.convert_attention(encoder, **options).eval()
+    x = torch.randn(2, 8, 16)
+    expected = x
+    for layer in plain.layers:
+        if norm_first:
+            expected = expected + layer.self_attn(layer.norm1(expected), need_weights=False)[0]
+            hidden = F.gelu(layer.linear1(layer.norm2(expected)))
+            expected = expected + layer.linear2(hidden)
+        else:
+            expected = layer.norm1(expected + layer.self_attn(expected, need_weights=False)[0])
+            expected = layer.norm2(expected + layer.linear2(F.gelu(layer.linear1(expected))))
+    torch.testing.assert_close(model.hidden(x), expected)
+
+
+def test_a_bert_is_taken_by_its_parts() -> None:
+    encoder = torch_encoder(False)
+    x = torch.randn(2, 8, 16)
+    ours = from_encoder(bert(encoder), "abcde").hidden(x)
+    torch.testing.assert_close(ours, from_encoder(encoder, "abcde").hidden(x))
+
+
+def test_what_is_no_encoder_is_refused() -> None:
+    with pytest.raises(BadInput, match="takes an nn.TransformerEncoder or a BERT-type.* got Linear"):
+        from_encoder(nn.Linear(3, 3), "ab")

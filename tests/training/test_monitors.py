@@ -1,0 +1,125 @@
+"""What the callbacks measure while a model learns."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lipformer as lf
+from tests.training.tiny import LIGHTNING_WARNINGS, Losses, data, module, trainer, write_corpus
+from training.monitors import (
+    CertificateMonitor,
+    InversionMonitor,
+    TextSample,
+    Throughput,
+    inversion_error,
+)
+from training.report import Report, curve, draw
+
+pytestmark = pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
+
+
+def watched(folder: Path, monitors: list[Any], **options: Any) -> tuple[Report, Any]:
+    report = Report(enabled=False)
+    model = module(**options)
+    fit = trainer(
+        max_steps=4,
+        val_check_interval=2,
+        check_val_every_n_epoch=None,
+        limit_val_batches=1,
+        callbacks=[*monitors, report],
+    )
+    fit.fit(model, data(folder))
+    return report, model
+
+
+CERTIFICATE = {"length": 5, "steps": 1, "restarts": 2}
+
+
+@pytest.mark.parametrize("variant", ["lipschitz", "invertible", "contractive", "l2_tied"])
+def test_the_certificate_stays_above_the_attack(tmp_path: Path, variant: str) -> None:
+    write_corpus(tmp_path)
+    report, model = watched(tmp_path, [CertificateMonitor(**CERTIFICATE)], variant=variant, lr=0.03)
+    steps, bounds = curve(report.rows, "certificate/bound")
+    _, estimates = curve(report.rows, "certificate/estimate")
+    assert steps == [2.0, 4.0]
+    assert all(0 < low <= high for low, high in zip(estimates, bounds, strict=True))
+    # Logged in float32.
+    assert bounds[-1] == pytest.approx(lf.certify(model.model.eval()).bound, rel=1e-6)
+    if variant == "invertible":
+        assert len(set(bounds)) == 2, "the weights move, and the certificate with them"
+
+
+def test_without_a_certificate_only_the_estimate_is_logged(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    monitors = [CertificateMonitor(**CERTIFICATE), InversionMonitor()]
+    report, _ = watched(tmp_path, monitors, variant="dot_product")
+    assert curve(report.rows, "certificate/bound") == ([], [])
+    assert curve(report.rows, "inversion/error") == ([], [])
+    assert len(curve(report.rows, "certificate/estimate")[1]) == 2
+
+
+def test_an_invertible_model_inverts_after_training(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    report, model = watched(tmp_path, [InversionMonitor(length=16)], lr=0.03)
+    _, errors = curve(report.rows, "inversion/error")
+    assert len(errors) == 2
+    assert all(0 < error < 1e-4 for error in errors)
+    # The negative control: the error of what was not inverted.
+    tokens = torch.randint(8, (1, 16))
+    model.model.invert = lambda hidden: hidden
+    assert inversion_error(model.model, tokens) > 1e-2
+
+
+def test_monitors_leave_training_alone(tmp_path: Path) -> None:
+    """Their draws come from generators of their own, and modes are put back."""
+    write_corpus(tmp_path)
+    plain, watching = Losses(), Losses()
+    watched(tmp_path, [plain], dropout=0.2)
+    monitors = [
+        CertificateMonitor(**CERTIFICATE),
+        InversionMonitor(),
+        TextSample(length=9),
+        Throughput(),
+    ]
+    _, model = watched(tmp_path, [watching, *monitors], dropout=0.2)
+    assert plain.train == watching.train
+    assert model.training
+
+
+def test_text_is_written_each_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_corpus(tmp_path)
+    text = TextSample(prompt="to be", length=12, temperature=0.0)
+    watched(tmp_path, [text])
+    out = capsys.readouterr().out
+    assert [f"--- step {step} ---" in out for step in (2, 4)] == [True] * 2
+    assert text.text.startswith("to be")
+    assert len(text.text) == 17
+
+
+def test_text_stays_inside_a_limited_length(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    text = TextSample(length=500)
+    watched(tmp_path, [text], variant="dot_product", positions="sinusoidal")
+    assert len(text.text) == 16
+
+
+def test_throughput_counts_characters(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    speed = Throughput()
+    watched(tmp_path, [speed])
+    assert speed.total_symbols == 4 * 4 * 16
+    assert 0 < speed.total_seconds < 100
+
+
+def test_the_report_of_a_resumed_run_shows_all_of_it(tmp_path: Path) -> None:
+    first, second = Report(), Report()
+    first.rows = [{"step": 1.0, "val/nats": 2.0}, {"step": 2.0, "val/bits": 1.0}]
+    second.load_state_dict(first.state_dict())
+    assert curve(second.rows, "val/nats") == ([1.0], [2.0])
+    draw([{"step": 1.0, "train/nats": math.log(2.0)}], tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"loss.png"}

@@ -1,0 +1,169 @@
+"""A run that is killed and resumed has the loss curve of one that was not."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from tests.training.tiny import LIGHTNING_WARNINGS, Losses, data, module, trainer, write_corpus
+from training.batches import TrainingBatches
+from training.errors import BadInput
+from training.safety import checkpoint_callbacks
+
+pytestmark = pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 13
+# Epochs of 8 batches; validations inside and at the end of epochs.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "epochs": {},
+    "steps": {"fit": {"val_check_interval": 3, "check_val_every_n_epoch": None}},
+    "limited": {"fit": {"limit_train_batches": 4}},
+    "sentences": {"packing": "sentences", "fit": {"val_check_interval": 2, "limit_train_batches": 5}},
+    "accumulated": {"batch_size": 2, "fit": {"accumulate_grad_batches": 2, "limit_train_batches": 5}},
+}
+
+
+def run(
+    folder: Path, callbacks: list[L.Callback] | None = None, ckpt: Any = None, **options: Any
+) -> tuple[Losses, L.LightningModule]:
+    losses, options = Losses(), copy.deepcopy(options)
+    fit = {"max_steps": STEPS, **options.pop("fit", {})}
+    model = module(dropout=0.1)
+    trained = trainer(
+        callbacks=[losses, *(callbacks or [])], enable_checkpointing=bool(callbacks), **fit
+    )
+    trained.fit(model, data(folder, **options), ckpt_path=ckpt)
+    return losses, model
+
+
+def check_resumes(folder: Path, options: dict[str, Any], steps: list[int]) -> None:
+    corpus = write_corpus(folder / "corpus", lines=30)
+    saver = ModelCheckpoint(folder / "all", "{step}", every_n_train_steps=1, save_top_k=-1)
+    whole, model = run(corpus, [saver], **options)
+    assert whole.train[-1][2] == STEPS
+    assert len({loss for *_, loss in whole.train}) > 10
+    for step in steps:
+        resumed, again = run(corpus, None, folder / "all" / f"step={step}.ckpt", **options)
+        assert resumed.train == whole.after(step), step
+        late = [judged for judged in whole.valid if judged[0] > step]
+        assert [judged for judged in resumed.valid if judged[0] > step] == late, step
+        for mine, theirs in zip(again.parameters(), model.parameters(), strict=True):
+            assert torch.equal(mine, theirs)
+
+
+def test_a_checkpoint_in_mid_epoch_resumes_exactly(tmp_path: Path) -> None:
+    check_resumes(tmp_path, OPTIONS["limited"], [1, 4, 6])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(OPTIONS))
+def test_every_checkpoint_resumes_exactly(tmp_path: Path, name: str) -> None:
+    """Epoch ends and validations included: a kill may come anywhere."""
+    check_resumes(tmp_path, OPTIONS[name], list(range(1, STEPS)))
+
+
+def test_it_would_notice_batches_that_begin_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The negative control: what Lightning does by itself, replaying the epoch's first batches."""
+
+    def from_the_start(self: TrainingBatches) -> Any:
+        windows, order = self.epoch(self.progress()[0])
+        for index in order:
+            yield windows.batch(index, float(windows.lengths[index].sum()))
+
+    monkeypatch.setattr(TrainingBatches, "__iter__", from_the_start)
+    with pytest.raises(AssertionError):
+        check_resumes(tmp_path, OPTIONS["limited"], [6])
+
+
+class Failure(L.Callback):
+    """An error, or Ctrl-C, in the middle of a step."""
+
+    def __init__(self, step: int, interrupt: bool) -> None:
+        self.step, self.interrupt = step, interrupt
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, *args: Any) -> None:
+        if trainer.global_step == self.step:
+            if not self.interrupt:
+                raise RuntimeError("out of memory")
+            signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("interrupt", [False, True], ids=["error", "ctrl-c"])
+def test_what_stops_a_run_leaves_a_checkpoint_to_resume_from(
+    tmp_path: Path, interrupt: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    corpus = write_corpus(tmp_path / "corpus", lines=30)
+    whole, _ = run(corpus)
+    handler = signal.getsignal(signal.SIGINT)
+    saving = [Failure(6, interrupt), *checkpoint_callbacks(100)]
+    with pytest.raises((RuntimeError, SystemExit)):
+        run(corpus, saving, fit={"default_root_dir": str(tmp_path)})
+    assert signal.getsignal(signal.SIGINT) in (handler, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, handler)
+    path = next(tmp_path.rglob("interrupted.ckpt"))
+    assert f"--ckpt_path {path}" in capsys.readouterr().out
+    # Ctrl-C lets the step end, an error is before its update.
+    done = 7 if interrupt else 6
+    resumed, _ = run(corpus, None, path)
+    assert resumed.train == whole.after(done)
+
+
+def test_other_settings_are_not_resumed(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "corpus", lines=30)
+    saver = ModelCheckpoint(tmp_path / "all", "{step}", every_n_train_steps=5)
+    run(corpus, [saver], fit={"max_steps": 5})
+    path = tmp_path / "all" / "step=5.ckpt"
+    with pytest.raises(BadInput, match="its batch_size was 4, now it is 3"):
+        run(corpus, None, path, batch_size=3)
+    with pytest.raises(BadInput, match="checkpoint is of another model: its dim is 16, not 8"):
+        trainer(max_steps=9).fit(module(dropout=0.1, dim=8), data(corpus), ckpt_path=path)
+
+
+@pytest.mark.slow
+def test_a_killed_process_resumes_exactly(tmp_path: Path) -> None:
+    """SIGKILL to the real command, in mid-epoch; its logs go on as if nothing had happened."""
+    corpus = write_corpus(tmp_path / "corpus", lines=400)
+    command = [
+        *(sys.executable, "-m", "training", "fit", "--config", "recipes/quickstart.yaml"),
+        *("--data.source", "dir", "--data.path", str(corpus), "--data.block", "16"),
+        *("--data.batch_size", "4", "--model.dim", "16", "--model.num_layers", "1"),
+        *("--model.dropout", "0.1", "--trainer.max_steps", "120", "--trainer.log_every_n_steps", "1"),
+        *("--trainer.val_check_interval", "50", "--checkpoint_every", "7"),
+        *("--trainer.enable_progress_bar", "false", "--certificate.enabled", "false"),
+        *("--text.enabled", "false", "--trainer.accelerator", "cpu"),
+        *("--trainer.default_root_dir", str(tmp_path / "runs")),
+    ]
+    last = tmp_path / "runs" / "0" / "checkpoints" / "last.ckpt"
+    killed = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 300
+    while not last.is_file():
+        assert killed.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    killed.kill()
+    assert killed.wait() == -signal.SIGKILL
+    subprocess.run([*command, "--ckpt_path", str(last)], cwd=ROOT, check=True, timeout=300)
+    subprocess.run(command, cwd=ROOT, check=True, timeout=300)
+    step = torch.load(last, weights_only=True)["global_step"]
+    assert 7 <= step < 119
+    resumed, whole = (losses_of(tmp_path / "runs" / run / "metrics.csv") for run in "12")
+    assert len(whole) == 120
+    assert resumed == whole[step:]
+
+
+def losses_of(path: Path) -> list[tuple[str, str]]:
+    with path.open() as file:
+        return [(row["step"], row["train/nats"]) for row in csv.DictReader(file) if row["train/nats"]]

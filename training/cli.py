@@ -1,0 +1,158 @@
+"""The commands that are the Trainer's: fit, validate and test."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import ProgressBar, RichProgressBar
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+
+from training.checkpoints import CheckpointFiles, read_checkpoint
+from training.data import CharacterData
+from training.errors import BadInput
+from training.module import LanguageModule
+from training.monitors import CertificateMonitor, InversionMonitor, TextSample, Throughput
+from training.report import Report
+from training.safety import checkpoint_callbacks
+
+# How launchers tell a process which of several it is.
+_RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
+
+
+def claim_directory(root: str | os.PathLike[str]) -> Path:
+    """A new directory root/0, root/1, ...: the first that does not exist, so that no run is mixed up."""
+    folder = Path(root)
+    if folder.exists() and not folder.is_dir():
+        raise BadInput(f"--trainer.default_root_dir must be a directory, got the file {str(root)!r}")
+    folder.mkdir(parents=True, exist_ok=True)
+    number = 0
+    while True:
+        try:
+            (folder / str(number)).mkdir()
+        except FileExistsError:
+            number += 1
+        else:
+            return folder / str(number)
+
+
+def loggers(root: str | Path) -> list[Logger]:
+    """CSV and TensorBoard logs in a new directory; only the first process writes."""
+    ranks = [int(os.environ[name]) for name in _RANKS if name in os.environ]
+    version = claim_directory(root).name if not any(ranks) else "0"
+    return [
+        CSVLogger(root, name="", version=version),
+        TensorBoardLogger(root, name="", version=version),
+    ]
+
+
+class Progress(RichProgressBar):
+    """Lightning's rich progress bar with the losses alone: the run's number is in its path."""
+
+    def get_metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Any:
+        """Without `v_num`."""
+        metrics = super().get_metrics(trainer, pl_module)
+        metrics.pop("v_num", None)
+        return metrics
+
+
+class TrainingCLI(LightningCLI):
+    """LightningCLI with this project's callbacks, logs and checkpoints."""
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Adds the callbacks, each under a name of its own."""
+        parser.add_lightning_class_args(CertificateMonitor, "certificate")
+        parser.add_lightning_class_args(InversionMonitor, "inversion")
+        parser.add_lightning_class_args(TextSample, "text")
+        parser.add_lightning_class_args(Report, "report")
+        parser.add_argument(
+            "--checkpoint_every",
+            type=int,
+            default=200,
+            help="steps between two checkpoints; a killed run goes on from the last one",
+        )
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """The Trainer's methods that are commands, and which of their arguments are not options."""
+        inputs = {"model", "datamodule", "weights_only", "verbose"}
+        return {
+            "fit": {*inputs, "train_dataloaders", "val_dataloaders"},
+            "validate": {*inputs, "dataloaders"},
+            "test": {*inputs, "dataloaders"},
+        }
+
+    def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
+        """Adds logs, checkpoints and progress bar where the configuration does not say otherwise."""
+        config = self._get(self.config_init, "trainer", default={})
+        given = list(config.get("callbacks") or [])
+        plugins = config.get("plugins") or []
+        plugins = list(plugins) if isinstance(plugins, (list, tuple)) else [plugins]
+        extra: list[L.Callback] = [Throughput()]
+        if config.get("enable_progress_bar") is not False and not _has(given, ProgressBar):
+            extra.append(Progress())
+        if self.subcommand != "fit":
+            kwargs.setdefault("logger", False)
+            kwargs.setdefault("enable_checkpointing", False)
+        elif config.get("logger") in (None, True) and not config.get("fast_dev_run"):
+            kwargs.setdefault("logger", loggers(config.get("default_root_dir") or "runs"))
+        if self.subcommand == "fit" and config.get("enable_checkpointing") is not False:
+            every = self._get(self.config_init, "checkpoint_every")
+            if every < 1:
+                raise BadInput(f"--checkpoint_every must be at least 1, got {every}")
+            extra += checkpoint_callbacks(every)
+        return super().instantiate_trainer(
+            callbacks=given + extra, plugins=[*plugins, CheckpointFiles()], **kwargs
+        )
+
+    def _parse_ckpt_path(self) -> None:
+        """Looks at the checkpoint before anything is built or written."""
+        command = self.config.get("subcommand")
+        path = self.config[command].get("ckpt_path") if command else None
+        if path is not None and "://" not in str(path) and not Path(path).is_dir():
+            read_checkpoint(path)
+
+
+def _has(callbacks: list[Any], kind: type) -> bool:
+    return any(isinstance(callback, kind) for callback in callbacks)
+
+
+_ABOUT = {
+    "fit": "Trains a model; logs, checkpoints and a report go to a new directory.",
+    "validate": "Prints nats and bits per character of the validation text.",
+    "test": "Prints nats and bits per character of the test text.",
+}
+
+
+def _help(command: str) -> dict[str, str]:
+    """A usage line in place of a page of options, and what the command does."""
+    usage = f"python -m training {command} --config FILE [--ckpt_path FILE] [--OPTION VALUE ...]"
+    return {"usage": usage, "description": _ABOUT[command]}
+
+
+def run(arguments: list[str] | None = None) -> TrainingCLI:
+    """Runs fit, validate or test; without arguments those of the command line."""
+    # Before the threads start: far keys of ALiBi give denormal weights, which slow CPUs down.
+    torch.set_flush_denormal(True)
+    # The text is in memory: worker processes would only slow it down. A resumed run has a directory of
+    # its own, which Lightning remarks on.
+    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    warnings.filterwarnings("ignore", message="The dirpath has changed from.*")
+    warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
+    return TrainingCLI(
+        LanguageModule,
+        CharacterData,
+        args=arguments,
+        seed_everything_default=0,
+        trainer_defaults={"enable_model_summary": False},
+        # The module has an optimiser of its own.
+        auto_configure_optimizers=False,
+        parser_kwargs={"prog": "python -m training", **{name: _help(name) for name in _ABOUT}},
+    )

@@ -1,0 +1,97 @@
+"""The commands that use a trained model: certify, sample and export."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+
+import lipformer as lf
+from training.checkpoints import load_model
+from training.corpus import decode, encode
+from training.errors import BadInput
+from training.monitors import attacked_estimate
+
+
+def certify(arguments: list[str]) -> int:
+    """Prints the certificate and what an attack reaches; 1 if the variant has no certificate."""
+    parser = _parser("certify", "Print the certificate table and an attacked lower estimate.")
+    parser.add_argument("--norm", default="l2", choices=("l2", "token", "self", "linf"))
+    parser.add_argument("--seq-len", type=_positive, help="tokens, where the bound depends on them")
+    parser.add_argument("--length", type=_positive, default=32, help="tokens of the attacked sequence")
+    parser.add_argument("--steps", type=_positive, default=20, help="of the attack")
+    parser.add_argument("--restarts", type=_positive, default=8, help="of the attack")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    model = load_model(options.checkpoint)
+    config = model.config
+    default = None if config.any_length else config.max_len
+    failed = False
+    try:
+        print(lf.certify(model, seq_len=options.seq_len or default, norm=options.norm))
+    except lf.NotCertifiable as reason:
+        failed = True
+        print(f"no certificate: {reason}")
+    generator = torch.Generator().manual_seed(options.seed)
+    length = options.length if config.any_length else min(options.length, config.max_len)
+    tokens = torch.randint(config.vocab_size, (1, length), generator=generator)
+    gain = attacked_estimate(model, tokens, options.norm, options.steps, options.restarts, options.seed)
+    print(f"\nattack reaches {gain:.6g} in the {options.norm} norm (a lower estimate)")
+    return int(failed)
+
+
+def sample(arguments: list[str]) -> int:
+    """Continues a text."""
+    parser = _parser("sample", "Let a model continue a text.")
+    parser.add_argument("--prompt", default="\n", help="what it continues (default: a new line)")
+    parser.add_argument("--max-new", type=_positive, default=400, help="characters to write")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest")
+    parser.add_argument("--top-k", type=_positive, help="draw among the k likeliest only")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    model = load_model(options.checkpoint)
+    vocabulary = model.config.vocabulary
+    if vocabulary is None:
+        raise BadInput(f"the model in {options.checkpoint} has no vocabulary: it cannot write text")
+    if not options.prompt:
+        raise BadInput("--prompt must have at least one character, got ''")
+    prompt = encode(options.prompt, vocabulary, "--prompt")
+    generator = torch.Generator().manual_seed(options.seed)
+    try:
+        tokens = model.generate(
+            prompt[None], options.max_new, options.temperature, options.top_k, generator
+        )
+    except ValueError as error:
+        raise BadInput(str(error)) from error
+    print(decode(tokens[0], vocabulary))
+    return 0
+
+
+def export(arguments: list[str]) -> int:
+    """Saves the model of a checkpoint as safetensors and JSON."""
+    parser = _parser("export", "Save a model with save_pretrained: safetensors and JSON.")
+    parser.add_argument("directory", help="a new or empty directory")
+    parser.add_argument("--force", action="store_true", help="overwrite a model in the directory")
+    options = parser.parse_args(arguments)
+    folder = Path(options.directory)
+    if folder.exists() and not folder.is_dir():
+        raise BadInput(f"a model is saved in a directory, got the file {options.directory!r}")
+    if folder.is_dir() and any(folder.iterdir()) and not options.force:
+        raise BadInput(f"{options.directory!r} is not empty; --force overwrites a model in it")
+    load_model(options.checkpoint).save_pretrained(folder)
+    print(f"saved in {folder}: lipformer.models.LanguageModel.from_pretrained({str(folder)!r})")
+    return 0
+
+
+def _parser(name: str, description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(f"python -m training {name}", description=description)
+    parser.add_argument("checkpoint", metavar="CKPT", help="a checkpoint, or a saved model's directory")
+    return parser
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return number

@@ -1,0 +1,175 @@
+"""Texts to learn from: where they come from, their split, and their characters as numbers.
+
+Every source ends in one `datasets.DatasetDict` whose splits have a row for each line.
+"""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+from torch import Tensor
+
+from training.characters import embedded_text
+from training.errors import BadInput
+
+SPLITS = ("train", "valid", "test")
+SOURCES = ("pydoc", "dir", "hub")
+CONVERSIONS = ("plain", "ptb")
+PTB = "ptb-text-only/ptb_text_only"
+# `datasets` runs no loading scripts; the hub keeps this dataset's tables under a revision of its own.
+REVISIONS = {PTB: "refs/convert/parquet"}
+_OTHER_NAMES = {"valid": ("validation", "val"), "train": (), "test": ()}
+# Columns that hold the text, most likely first.
+_COLUMNS = ("text", "sentence", "content")
+
+
+def from_pydoc() -> datasets.DatasetDict:
+    """The documentation that comes with Python, 90% to train on, 5% and 5% to judge by."""
+    return shared_out(embedded_text().splitlines())
+
+
+def from_dir(path: str) -> datasets.DatasetDict:
+    """Text files of a directory.
+
+    The files ``train.txt``, ``valid.txt`` and ``test.txt``, or with a prefix as in ``ptb.train.txt``.
+    Without a file for training all ``*.txt`` files are one text, in the order of their names, and its
+    last tenth is held out.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise BadInput(f"--data.path must be a directory with text files, got {path!r}")
+    found = {split: _split_file(folder, split) for split in SPLITS}
+    files = {split: str(file) for split, file in found.items() if file is not None}
+    if "train" in files and "valid" in files:
+        return read("text", data_files={name: glob.escape(file) for name, file in files.items()})
+    if files:
+        raise BadInput(
+            f"{path} needs train.txt and valid.txt (test.txt is optional), got "
+            f"{', '.join(sorted(Path(file).name for file in files.values()))}"
+        )
+    every = sorted(str(file) for file in folder.glob("*.txt"))
+    if not every:
+        raise BadInput(f"{path} has no text files; it needs train.txt, valid.txt, test.txt or any *.txt")
+    rows = read("text", data_files={"train": [glob.escape(file) for file in every]})
+    return shared_out(rows["train"]["text"])
+
+
+def from_hub(name: str | None, revision: str | None = None, config: str | None = None) -> Any:
+    """A text dataset of the Hugging Face hub, or a directory of tables in its layout."""
+    name = PTB if name is None else name
+    try:
+        found = read(name, config, revision=revision or REVISIONS.get(name))
+    except Exception as error:  # the hub's client raises a dozen unrelated classes
+        raise BadInput(
+            f"the dataset {name!r} could not be loaded from the hub ({_first_line(error)}). Check name "
+            "and network; or put train.txt, valid.txt and test.txt into a directory and use "
+            "--data.source dir --data.path DIRECTORY"
+        ) from error
+    splits = {}
+    for split in SPLITS:
+        for key in (split, *_OTHER_NAMES[split]):
+            if key in found:
+                splits[split] = _text_column(found[key], name)
+    if "train" not in splits:
+        raise BadInput(f"the dataset {name!r} has no split to train on, only {', '.join(found)}")
+    if "valid" not in splits:
+        return shared_out(splits["train"]["text"])
+    return datasets.DatasetDict(splits)
+
+
+def read(path: str, name: str | None = None, **options: Any) -> datasets.DatasetDict:
+    """`datasets.load_dataset` without progress bars: files ("text"), a directory or the hub."""
+    shown = datasets.is_progress_bar_enabled()
+    datasets.disable_progress_bars()
+    try:
+        return datasets.load_dataset(path, name, **options)
+    finally:
+        if shown:
+            datasets.enable_progress_bars()
+
+
+def shared_out(lines: Iterable[str]) -> datasets.DatasetDict:
+    """Lines in three parts by order: 90%, 5% and 5%."""
+    rows = list(lines)
+    first, second = len(rows) * 18 // 20, len(rows) * 19 // 20
+    parts = {"train": rows[:first], "valid": rows[first:second], "test": rows[second:]}
+    return datasets.DatasetDict(
+        {split: datasets.Dataset.from_dict({"text": part}) for split, part in parts.items()}
+    )
+
+
+def plain(line: str) -> str:
+    """The line as it is."""
+    return line
+
+
+def ptb(line: str) -> str:
+    """Penn Treebank's lines as characters: no space at the ends, an underscore for each inside."""
+    return line.strip().replace(" ", "_")
+
+
+def text_of(rows: datasets.Dataset, conversion: str) -> str:
+    """The lines of a split as one text; each ends with a newline, which is a symbol like others."""
+    convert: Callable[[str], str] = {"plain": plain, "ptb": ptb}[conversion]
+    return "".join(f"{convert(line)}\n" for line in rows["text"])
+
+
+def encode(text: str, vocabulary: str, what: str = "the text") -> Tensor:
+    """The numbers of a text's characters, (T,) int64.
+
+    Raises:
+        BadInput: a character is not in the vocabulary.
+    """
+    unknown = sorted(set(text) - set(vocabulary))
+    if unknown:
+        shown = ", ".join(repr(c) for c in unknown[:10]) + (", ..." if len(unknown) > 10 else "")
+        raise BadInput(
+            f"{what} has {len(unknown)} characters that the model does not know: {shown}; "
+            f"its vocabulary is {vocabulary!r}"
+        )
+    # One table lookup for the whole text: UTF-32 has four bytes for every character.
+    codes = torch.frombuffer(bytearray(text.encode("utf-32-le")), dtype=torch.int32) if text else None
+    if codes is None:
+        return torch.empty(0, dtype=torch.int64)
+    table = torch.zeros(1 + max(map(ord, vocabulary)), dtype=torch.int64)
+    table[[ord(symbol) for symbol in vocabulary]] = torch.arange(len(vocabulary))
+    return table[codes.long()]
+
+
+def decode(codes: Tensor, vocabulary: str) -> str:
+    """The text of numbers (T,)."""
+    return "".join(vocabulary[i] for i in codes.tolist())
+
+
+def _split_file(folder: Path, split: str) -> Path | None:
+    for name in (split, *_OTHER_NAMES[split]):
+        exact = folder / f"{name}.txt"
+        if exact.is_file():
+            return exact
+        prefixed = sorted(folder.glob(f"*.{name}.txt"))
+        if len(prefixed) > 1:
+            raise BadInput(f"{folder} has several files *.{name}.txt: {', '.join(map(str, prefixed))}")
+        if prefixed:
+            return prefixed[0]
+    return None
+
+
+def _text_column(rows: datasets.Dataset, name: str) -> datasets.Dataset:
+    for column in _COLUMNS:
+        if column in rows.column_names:
+            return rows.select_columns([column]).rename_columns(
+                {column: "text"} if column != "text" else {}
+            )
+    raise BadInput(
+        f"the dataset {name!r} has no column {', '.join(_COLUMNS)}; its columns are "
+        f"{', '.join(rows.column_names)}"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

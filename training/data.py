@@ -1,0 +1,208 @@
+"""Character corpora for Lightning."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from functools import cached_property
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from training import corpus
+from training.batches import JudgingBatches, TrainingBatches
+from training.errors import BadInput
+from training.windows import Windows, sentences, stream, whole_stream
+
+PACKINGS = ("stream", "sentences")
+
+
+def run_seed() -> int:
+    """The seed that Lightning was given (seed_everything), 0 without one."""
+    return int(os.environ.get("PL_GLOBAL_SEED", "0"))
+
+
+class CharacterData(L.LightningDataModule):
+    """A text as characters: the embedded one, a directory of files, or a dataset of the hub.
+
+    Args:
+        source: "pydoc" (documentation that comes with Python; needs no network and no files), "dir"
+            (text files in `path`) or "hub" (the dataset `name`).
+        path: directory with train.txt, valid.txt and test.txt (also ptb.train.txt and so on); without
+            them all its *.txt files are one text and its last tenth is held out.
+        name: of a text dataset on the Hugging Face hub; default Penn Treebank.
+        config: the hub dataset's own configuration, if it has several.
+        revision: of the hub dataset; default the main one, for Penn Treebank its tables.
+        characters: "plain", or "ptb": lines stripped, spaces shown as underscores.
+        packing: "stream" (blocks of equal length) or "sentences" (a line each, bucketed by length).
+        block: symbols in a block, and of the longest sentence (longer lines are cut).
+        batch_size: windows in a batch, of each process.
+        vocabulary: the characters in the order of their numbers; default those of the corpus, and of a
+            pretrained model its own.
+
+    Example:
+        >>> data = CharacterData(block=16, batch_size=4)
+        >>> data.setup()
+        >>> next(iter(data.val_dataloader())).inputs.shape
+        torch.Size([4, 16])
+    """
+
+    def __init__(
+        self,
+        source: str = "pydoc",
+        path: str | None = None,
+        name: str | None = None,
+        config: str | None = None,
+        revision: str | None = None,
+        characters: str = "plain",
+        packing: str = "stream",
+        block: int = 128,
+        batch_size: int = 32,
+        vocabulary: str | None = None,
+    ) -> None:
+        super().__init__()
+        _one_of("source", source, corpus.SOURCES)
+        _one_of("characters", characters, corpus.CONVERSIONS)
+        _one_of("packing", packing, PACKINGS)
+        if source == "dir" and path is None:
+            raise BadInput("--data.source dir needs --data.path, a directory with text files")
+        for option, value in (("block", block), ("batch_size", batch_size)):
+            if value < 1:
+                raise BadInput(f"--data.{option} must be at least 1, got {value}")
+        self.source, self.path, self.name = source, path, name
+        self.config, self.revision, self.characters = config, revision, characters
+        self.packing, self.block, self.batch_size = packing, block, batch_size
+        self.given_vocabulary = vocabulary
+
+    def prepare_data(self) -> None:
+        """Downloads in one process what the others then find on disk."""
+        if self.source == "hub":
+            corpus.from_hub(self.name, self.revision, self.config)
+
+    def setup(self, stage: str | None = None) -> None:
+        """Reads the corpus, and checks it before anything is built on it."""
+        for split in corpus.SPLITS:
+            self.check_split(split, needed=split in _needed(stage))
+
+    @cached_property
+    def texts(self) -> dict[str, str]:
+        """The text of each split."""
+        if self.source == "dir":
+            rows = corpus.from_dir(str(self.path))
+        elif self.source == "hub":
+            rows = corpus.from_hub(self.name, self.revision, self.config)
+        else:
+            rows = corpus.from_pydoc()
+        return {split: corpus.text_of(part, self.characters) for split, part in rows.items()}
+
+    @cached_property
+    def vocabulary(self) -> str:
+        """The characters in the order of their numbers: sorted, if none were given."""
+        if self.given_vocabulary is not None:
+            return self.given_vocabulary
+        return "".join(sorted(set().union(*self.texts.values())))
+
+    def use_vocabulary(self, vocabulary: str) -> None:
+        """Numbers the characters as a pretrained model does."""
+        self.__dict__.pop("codes", None)
+        self.__dict__["vocabulary"] = vocabulary
+
+    @cached_property
+    def codes(self) -> dict[str, Tensor]:
+        """The numbers of each split's characters, (T,) int64."""
+        return {
+            split: corpus.encode(text, self.vocabulary, f"the {split} text")
+            for split, text in self.texts.items()
+        }
+
+    def check_split(self, split: str, needed: bool) -> None:
+        """Raises BadInput where a split that is needed has nothing, or is too short for a block."""
+        if not needed:
+            return
+        text = self.texts.get(split, "")
+        if not text.strip():
+            raise BadInput(f"the {split} text of {self.described} is empty")
+        # A block needs a symbol in front of it; blocks of training begin at any of `block` offsets.
+        least = 2 * self.block if split == "train" else 2
+        if self.packing == "stream" and len(text) < least:
+            raise BadInput(
+                f"the {split} text of {self.described} has {len(text)} characters; blocks of "
+                f"{self.block} need {least} (choose a smaller --data.block)"
+            )
+
+    @property
+    def described(self) -> str:
+        """The source in words."""
+        place = {"pydoc": "pydoc", "dir": self.path, "hub": self.name or corpus.PTB}[self.source]
+        return f"{place!r}"
+
+    def windows(self, split: str, generator: torch.Generator | None = None) -> Windows:
+        """The windows of a split; with a generator (training), blocks begin at a random offset."""
+        codes = self.codes[split]
+        if self.packing == "sentences":
+            return sentences(codes, self.vocabulary.index("\n"), self.block)
+        if generator is None:
+            return whole_stream(codes, self.block)
+        offset = int(torch.randint(self.block, (1,), generator=generator))
+        return stream(codes, self.block, offset)
+
+    def first_tokens(self, count: int, length: int) -> Tensor:
+        """The beginning of the training text as (count, length) tokens, the same in every process."""
+        codes = self.codes["train"]
+        index = torch.arange(count * length).reshape(count, length) % len(codes)
+        return codes[index]
+
+    def judged_tokens(self, length: int) -> Tensor:
+        """The beginning of the validation text, (1, at most length)."""
+        return self.codes["valid"][None, :length]
+
+    def train_dataloader(self) -> TrainingBatches:
+        """Shuffled batches that go on where a checkpoint left them."""
+        rank, world = self._process()
+        batches = TrainingBatches(
+            lambda generator: self.windows("train", generator),
+            self.batch_size,
+            run_seed(),
+            self._progress,
+            rank,
+            world,
+            {"corpus": self._digest("train"), "packing": self.packing, "block": self.block},
+        )
+        if len(batches) == 0:
+            raise BadInput(
+                f"the train text of {self.described} gives {batches.count} windows, fewer than a batch "
+                f"of {self.batch_size * world} (choose a smaller --data.batch_size or --data.block)"
+            )
+        return batches
+
+    def val_dataloader(self) -> JudgingBatches:
+        """All of the validation text."""
+        return JudgingBatches(self.windows("valid"), self.batch_size, *self._process())
+
+    def test_dataloader(self) -> JudgingBatches:
+        """All of the test text."""
+        return JudgingBatches(self.windows("test"), self.batch_size, *self._process())
+
+    def _process(self) -> tuple[int, int]:
+        return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
+
+    def _progress(self) -> tuple[int, int]:
+        """Lightning's own counters: epochs done, and batches of this one that have been begun."""
+        if self.trainer is None:
+            return 0, 0
+        loop = self.trainer.fit_loop
+        epochs = vars(loop.epoch_progress.current)["processed"]
+        return int(epochs), loop.epoch_loop.batch_progress.current.ready
+
+    def _digest(self, split: str) -> str:
+        return hashlib.sha256(self.codes[split].numpy().tobytes()).hexdigest()[:16]
+
+
+def _needed(stage: str | None) -> tuple[str, ...]:
+    return {"fit": ("train", "valid"), "validate": ("valid",), "test": ("test",)}.get(stage or "fit", ())
+
+
+def _one_of(option: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise BadInput(f"--data.{option} must be one of {', '.join(allowed)}, got {value!r}")

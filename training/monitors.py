@@ -1,0 +1,230 @@
+"""Callbacks that measure a model after each validation: certificate, inverse, text, speed."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning as L
+import rich
+import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+from torch import Tensor
+
+import lipformer as lf
+from lipformer.flows import NotConverged
+from lipformer.models import LanguageModel
+from training.checkpoints import whole_model
+from training.corpus import decode, encode
+from training.module import LanguageModule
+
+
+@contextmanager
+def measured(pl_module: L.LightningModule) -> Iterator[LanguageModel]:
+    """The model in float32 or wider as it is saved: unsharded, in eval mode, outside autocast."""
+    assert isinstance(pl_module, LanguageModule)
+    device = pl_module.device.type
+    with torch.inference_mode(False), torch.autocast(device, enabled=False):
+        model = whole_model(pl_module.model)
+        training = model.training
+        model.eval()
+        try:
+            yield model
+        finally:
+            model.train(training)
+
+
+def certified_bound(model: LanguageModel, norm: str) -> float | None:
+    """The certificate from embedded tokens to logits, None for variants that have none."""
+    length = None if model.config.any_length else model.config.max_len
+    try:
+        return lf.certify(model, seq_len=length, norm=norm).bound
+    except lf.NotCertifiable:
+        return None
+
+
+def attacked_estimate(
+    model: LanguageModel, tokens: Tensor, norm: str, steps: int, restarts: int, seed: int = 0
+) -> float:
+    """The largest gain that a search from real text finds: a lower estimate of the constant."""
+    with torch.enable_grad():
+        x = model.embed(tokens).detach()
+        generator = torch.Generator(x.device).manual_seed(seed)
+        found = lf.attack_lipschitz(
+            model.body, x, norm=norm, steps=steps, restarts=restarts, generator=generator
+        )
+    return found.value
+
+
+class CertificateMonitor(L.Callback):
+    """Logs the certified constant beside an attacked lower estimate: the truth lies between them.
+
+    Variants without a certificate get the estimate alone. The attack draws from its own generator.
+
+    Args:
+        enabled: false to skip it.
+        norm: l2, token, self or linf.
+        length: tokens of the attacked sequence.
+        steps: of the attack.
+        restarts: of the attack.
+    """
+
+    def __init__(
+        self,
+        enabled: bool = True,
+        norm: str = "l2",
+        length: int = 24,
+        steps: int = 4,
+        restarts: int = 4,
+    ) -> None:
+        self.enabled, self.norm = enabled, norm
+        self.length, self.steps, self.restarts = length, steps, restarts
+
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Measures; every process does, and gets the same numbers."""
+        if not self.enabled or trainer.sanity_checking:
+            return
+        assert isinstance(pl_module, LanguageModule)
+        tokens = pl_module.data.judged_tokens(self.length).to(pl_module.device)
+        with measured(pl_module) as model:
+            bound = certified_bound(model, self.norm)
+            estimate = attacked_estimate(model, tokens, self.norm, self.steps, self.restarts)
+        if bound is not None:
+            pl_module.log("certificate/bound", bound, sync_dist=True)
+        pl_module.log("certificate/estimate", estimate, sync_dist=True)
+
+
+class InversionMonitor(L.Callback):
+    """Logs how well an invertible model's input is recovered from its hidden tokens.
+
+    Args:
+        enabled: false to skip it. Models that are not invertible are skipped anyway.
+        length: tokens of validation text.
+    """
+
+    def __init__(self, enabled: bool = True, length: int = 128) -> None:
+        self.enabled, self.length = enabled, length
+
+    @torch.no_grad()
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Logs the largest error of an entry, infinite where an inverse does not converge."""
+        assert isinstance(pl_module, LanguageModule)
+        invertible = pl_module.model.config.variant == "invertible"
+        if not self.enabled or trainer.sanity_checking or not invertible:
+            return
+        tokens = pl_module.data.judged_tokens(min(self.length, pl_module.model.config.max_len))
+        with measured(pl_module) as model:
+            error = inversion_error(model, tokens.to(pl_module.device))
+        pl_module.log("inversion/error", error, sync_dist=True)
+
+
+@torch.no_grad()
+def inversion_error(model: LanguageModel, tokens: Tensor) -> float:
+    """The largest entry of |invert(hidden(x)) - x| for the embedded tokens x (B, N)."""
+    x = model.embed(tokens)
+    try:
+        return (model.invert(model.hidden(x)) - x).abs().max().item()
+    except NotConverged:
+        return math.inf
+
+
+class TextSample(L.Callback):
+    """Prints what the model writes after each validation, and gives it to TensorBoard.
+
+    Args:
+        enabled: false to skip it.
+        prompt: what it continues; default the first line of the validation text.
+        length: characters to write.
+        temperature: divides the logits; 0 takes the likeliest character.
+        top_k: draw among the k likeliest characters only.
+    """
+
+    def __init__(
+        self,
+        enabled: bool = True,
+        prompt: str | None = None,
+        length: int = 200,
+        temperature: float = 0.8,
+        top_k: int | None = None,
+    ) -> None:
+        self.enabled, self.prompt, self.length = enabled, prompt, length
+        self.temperature, self.top_k = temperature, top_k
+        self.text = ""
+
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Writes with a generator of its own: training draws the same numbers with and without."""
+        if not self.enabled or trainer.sanity_checking:
+            return
+        assert isinstance(pl_module, LanguageModule)
+        limit = pl_module.model.config.max_len // 2
+        with measured(pl_module) as model:
+            vocabulary = str(model.config.vocabulary)
+            if self.prompt is None:
+                prompt = pl_module.data.judged_tokens(min(32, limit))
+            else:
+                prompt = encode(self.prompt, vocabulary, "--text.prompt")[None]
+            room = self.length if model.config.any_length else model.config.max_len - prompt.shape[1]
+            tokens = model.generate(
+                prompt.to(pl_module.device),
+                max(0, min(self.length, room)),
+                self.temperature,
+                self.top_k,
+                torch.Generator(pl_module.device).manual_seed(0),
+            )
+        self.text = decode(tokens[0], vocabulary)
+        if not trainer.is_global_zero:
+            return
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger):
+                logger.experiment.add_text("text", f"```\n{self.text}\n```", trainer.global_step)
+        if trainer.state.fn == "fit":
+            print_plain(f"--- step {trainer.global_step} ---\n{self.text}")
+
+
+def print_plain(text: str) -> None:
+    """Prints text as it is, above the progress bar if there is one."""
+    rich.get_console().print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+class Throughput(L.Callback):
+    """Logs characters learnt from per second, over all processes, without the time of validations."""
+
+    def __init__(self) -> None:
+        self._clock: float | None = None
+        self._seconds, self._symbols = 0.0, 0
+        self.total_seconds, self.total_symbols = 0.0, 0
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Starts the clock where it was stopped."""
+        if self._clock is None:
+            self._clock = time.perf_counter()
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Counts, and logs when the Trainer logs."""
+        self._symbols += batch.inputs.numel() * trainer.world_size
+        if trainer.global_step % trainer.log_every_n_steps:  # type: ignore[attr-defined]
+            return
+        self._stop()
+        pl_module.log("train/characters_per_second", self._symbols / max(self._seconds, 1e-9))
+        self.total_seconds += self._seconds
+        self.total_symbols += self._symbols
+        self._seconds, self._symbols = 0.0, 0
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Stops the clock."""
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._clock is None:
+            return
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self._seconds += time.perf_counter() - self._clock
+        self._clock = None
