@@ -25,12 +25,8 @@ $(VENV)/.setup-done: pyproject.toml constraints.txt
 	@python=python3; ! python3.11 -c '' 2>/dev/null || python=python3.11; \
 	[ -x $(VENV)/bin/pip ] || $$python -m venv --clear $(VENV)
 	$(PIP) torch setuptools
-	$(PIP) --no-build-isolation --config-settings editable_mode=compat --editable '.[test,flows,recipes]'
+	$(PIP) --no-build-isolation --config-settings editable_mode=compat --editable '.[test,flows,recipes,bench]'
 	$(PY) -c 'import lipformer'
-	@touch $@
-
-$(VENV)/.bench-done: $(VENV)/.setup-done
-	$(PIP) --no-build-isolation --config-settings editable_mode=compat --editable '.[bench]'
 	@touch $@
 
 # Keeps oneDNN's bfloat16 matmuls to instruction sets below AMX (a cap: other CPUs are unaffected).
@@ -57,5 +53,5 @@ format: setup
 train: setup
 	$(PY) -m training fit --config recipes/quickstart.yaml
 
-bench: $(VENV)/.bench-done
+bench: setup
 	$(PY) -m recipes.bench.attention

@@ -25,10 +25,7 @@ SHAPE = Shape(dim=32, heads=4, length=12)
 
 
 def build(key: str) -> torch.nn.Module:
-    try:
-        return variant(key).build(SHAPE)
-    except ImportError:
-        pytest.skip("x-transformers is not installed")
+    return variant(key).build(SHAPE)
 
 
 @pytest.mark.parametrize("key", [v.key for v in VARIANTS if v.key != "bounds"])

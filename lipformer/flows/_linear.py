@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,7 +14,7 @@ from lipformer.flows._pullback import without_padding
 from lipformer.layers._attention_layout import padding
 
 
-class TokenWise(nn.Module):
+class TokenWise(nn.Module, ABC):
     r"""An invertible map g of single tokens whose :math:`\log|\det g'|` is the same for all of them.
 
     A subclass gives the map, its inverse and the log-determinant of one token. Padded tokens pass
@@ -32,17 +34,17 @@ class TokenWise(nn.Module):
             raise ValueError(f"dim must be an integer >= 1, got {dim!r}")
         self.dim = dim
 
+    @abstractmethod
     def token_map(self, x: Tensor) -> Tensor:
         """g of tokens (B, T, D)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def token_inverse(self, y: Tensor) -> Tensor:
         """The inverse of g, (B, T, D)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def token_log_det(self) -> Tensor:
         """log|det g'| of one token, a scalar."""
-        raise NotImplementedError
 
     def prepare(self, x: Tensor, padded: Tensor | None) -> None:
         """Called before every forward pass, with the mask as bool (B, T) or None."""

@@ -109,14 +109,16 @@ def residual_log_det(
                 value = exact_log_det(out, point, create_graph=gradient)
                 log_det = LogDet(value, torch.zeros_like(value), 0)
             else:
-                estimate = _series if method == "series" else _roulette
-                log_det = estimate(branch, out, point, padding, rate, generator, terms, probes, gradient)
+                log_det = _estimate(
+                    method, branch, out, point, padding, rate, generator, terms, probes, gradient
+                )
     if gradient:
         return out, log_det
     return out.detach(), LogDet(log_det.value.detach(), log_det.error_bound, log_det.terms)
 
 
-def _series(
+def _estimate(
+    method: str,
     branch: nn.Module,
     out: Tensor,
     x: Tensor,
@@ -127,31 +129,20 @@ def _series(
     probes: int,
     gradient: bool,
 ) -> LogDet:
-    terms = default_terms(rate) if terms is None else terms
-    weights = torch.ones(terms, len(x))
+    """ "series" or "roulette": they differ in the weights of the terms and in what can be promised."""
+    if method == "series":
+        count = default_terms(rate) if terms is None else terms
+        weights = torch.ones(count, len(x))
+    else:
+        exact = EXACT_TERMS if terms is None else terms
+        weights = roulette_weights(draw_counts(len(x), rate, exact, generator), rate, exact)
     value = _mean_of_probes(branch, out, x, padding, weights, generator, probes, gradient)
+    if method == "roulette":
+        return LogDet(value, None, len(weights))
     tokens = torch.full((len(x),), x.shape[1]) if padding is None else (~padding).sum(-1)
     dimensions = tokens.to(x.device, torch.float64) * x.shape[2]
-    bound = round_up(truncation_error(rate, terms) * dimensions, value.dtype)
-    return LogDet(value, bound, terms)
-
-
-def _roulette(
-    branch: nn.Module,
-    out: Tensor,
-    x: Tensor,
-    padding: Tensor | None,
-    rate: float,
-    generator: torch.Generator | None,
-    terms: int | None,
-    probes: int,
-    gradient: bool,
-) -> LogDet:
-    exact = EXACT_TERMS if terms is None else terms
-    counts = draw_counts(len(x), rate, exact, generator)
-    weights = roulette_weights(counts, rate, exact)
-    value = _mean_of_probes(branch, out, x, padding, weights, generator, probes, gradient)
-    return LogDet(value, None, len(weights))
+    bound = round_up(truncation_error(rate, len(weights)) * dimensions, value.dtype)
+    return LogDet(value, bound, len(weights))
 
 
 def _mean_of_probes(

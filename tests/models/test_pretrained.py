@@ -8,13 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 
 from lipformer.models import LanguageModel
 from lipformer.models import _pretrained as pretrained
 from tests.models.variants import CASES, VOCABULARY, build, fit, tokens
-
-safetensors = pytest.importorskip("safetensors.torch")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -56,7 +55,7 @@ def test_a_broken_save_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.Mo
     def full(*_: object) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(safetensors, "save_file", full)
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
     with pytest.raises(OSError, match="no space"):
         build("l2_tied").save_pretrained(tmp_path)
     assert len(list(tmp_path.iterdir())) == 2
