@@ -39,6 +39,7 @@ class LanguageModule(L.LightningModule):
         dropout: of attention weights and hidden features.
         positions: alibi, rotary, sinusoidal or none; default the variant's best.
         slopes: ALiBi slopes, one per head; default the variant's best.
+        query_scale: what the initial W_Q is multiplied by, default 1.
         value_proj: tied L2 attention in the paper's form (true) or in the lean form (false).
         norm_place: pre, post or none.
         coeff: bound of each contractive branch.
@@ -69,6 +70,7 @@ class LanguageModule(L.LightningModule):
         dropout: float | None = None,
         positions: str | None = None,
         slopes: list[float] | None = None,
+        query_scale: float | None = None,
         value_proj: bool | None = None,
         norm_place: str | None = None,
         coeff: float | None = None,
@@ -100,6 +102,7 @@ class LanguageModule(L.LightningModule):
             "dropout": dropout,
             "positions": positions,
             "slopes": None if slopes is None else tuple(slopes),
+            "query_scale": query_scale,
             "value_proj": value_proj,
             "norm_place": norm_place,
             "coeff": coeff,

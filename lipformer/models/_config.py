@@ -59,6 +59,7 @@ class LanguageModelConfig:
         positions: "alibi" (default), "rotary", "sinusoidal" (added to the embedding) or "none".
         slopes: ALiBi slopes, one per head; default 1/4 to 1/256 for dot_product and l2, 1/2 to 1/16
             where query and key are tied.
+        query_scale: what the initial W_Q is multiplied by.
         value_proj: tied L2 attention in the paper's form (True) or in the lean form (False).
         norm_place: "pre" or "post" (LayerNorm), "none"; in "lipschitz" "pre" is a CenterNorm.
         coeff: bound of each contractive branch.
@@ -78,6 +79,7 @@ class LanguageModelConfig:
     dropout: float = 0.0
     positions: str | None = None
     slopes: tuple[float, ...] | None = None
+    query_scale: float = 1.0
     value_proj: bool | None = None
     norm_place: str | None = None
     coeff: float | None = None
@@ -120,7 +122,7 @@ class LanguageModelConfig:
             )
         if not _is_number(self.dropout) or not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout must be in [0, 1), got {self.dropout!r}")
-        for name in ("coeff", "head_coeff"):
+        for name in ("query_scale", "coeff", "head_coeff"):
             value = getattr(self, name)
             if value is not None and (not _is_number(value) or not 0.0 < value < math.inf):
                 raise ValueError(f"{name} must be positive and finite, got {value!r}")

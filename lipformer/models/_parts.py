@@ -37,7 +37,14 @@ def tied_attention(config: LanguageModelConfig, *, orthogonal: bool) -> L2Multih
     if orthogonal:
         nn.init.orthogonal_(layer.q_proj.weight)
         nn.init.orthogonal_(layer.out_proj.weight)
+    scale_queries(layer.q_proj.weight, config)
     return layer
+
+
+@torch.no_grad()
+def scale_queries(weight: Tensor, config: LanguageModelConfig) -> None:
+    """Multiplies an initial W_Q by query_scale."""
+    weight.mul_(config.query_scale)
 
 
 def plain_feed_forward(config: LanguageModelConfig) -> FeedForward:

@@ -40,13 +40,15 @@ def _transformer(
 
 def _untied(kind: type[CausalAttention]) -> Callable[[LanguageModelConfig], nn.Module]:
     def attention(config: LanguageModelConfig) -> nn.Module:
-        return kind(
+        layer = kind(
             config.dim,
             config.num_heads,
             positions=parts.in_attention(config),
             slopes=config.slopes,
             dropout=config.dropout,
         )
+        parts.scale_queries(layer.qkv.weight[: config.dim], config)
+        return layer
 
     return attention
 

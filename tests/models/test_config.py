@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+import torch
 
 from lipformer.models import VARIANTS, LanguageModelConfig
 from tests.models.variants import CASES, build
@@ -38,6 +39,21 @@ def test_defaults_are_filled_in_and_foreign_options_stay_empty() -> None:
     assert (paper.norm, paper.value_proj) == ("linf", True)
 
 
+def test_query_scale_multiplies_the_initial_queries() -> None:
+    for case in CASES:
+        torch.manual_seed(0)
+        plain = dict(build(case).named_parameters())
+        torch.manual_seed(0)
+        scaled = dict(build(case, query_scale=0.5).named_parameters())
+        changed = [name for name in plain if not torch.equal(plain[name], scaled[name])]
+        assert changed, case
+        for name in changed:
+            weight, start = plain[name].chunk(3)[0] if "qkv" in name else plain[name], scaled[name]
+            assert "qkv.weight" in name or "q_proj" in name, (case, name)
+            torch.testing.assert_close(start[: len(weight)], 0.5 * weight)
+            torch.testing.assert_close(start[len(weight) :], plain[name][len(weight) :])
+
+
 def test_slopes_reach_the_attention() -> None:
     slopes = [0.5, 0.125]
     for case in ("dot_product", "l2_tied", "invertible"):
@@ -58,6 +74,7 @@ def test_slopes_reach_the_attention() -> None:
         ({"dropout": 1.0}, r"dropout must be in \[0, 1\), got 1.0"),
         ({"dropout": "a lot"}, "got 'a lot'"),
         ({"positions": "learned"}, "positions must be one of alibi, .* got 'learned'"),
+        ({"query_scale": 0.0}, "query_scale must be positive and finite, got 0.0"),
         ({"slopes": [0.5]}, r"slopes must be 4 positive numbers, got \[0.5\]"),
         ({"slopes": [1, 1, 1, -1]}, "slopes must be 4 positive"),
         ({"slopes": [1, 1, 1, 1], "positions": "rotary"}, "slopes need positions='alibi'"),
