@@ -289,10 +289,14 @@ class LanguageModule(L.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuses the checkpoint of another model before any weight is loaded."""
-        theirs = checkpoint.get("lipformer", {}).get("config")
-        ours = self.model.config.to_dict()
-        if theirs is None:
+        found = checkpoint.get("lipformer", {}).get("config")
+        if found is None:
             raise BadInput("the checkpoint is not one of a lipformer language model")
+        try:  # entries that are missing, as in older checkpoints, have their default
+            theirs = LanguageModelConfig.from_dict(found).to_dict()
+        except ValueError as error:
+            raise BadInput(f"the checkpoint's model cannot be built: {error}") from error
+        ours = self.model.config.to_dict()
         wrong = [name for name in ours if theirs.get(name) != ours[name]]
         if wrong:
             told = "; ".join(f"its {name} is {theirs.get(name)!r}, not {ours[name]!r}" for name in wrong)

@@ -1,0 +1,185 @@
+"""Multi-head dot-product attention as maps of single tokens: the form that all bounds are written in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionMaps:
+    r"""Attention of tokens (rows) x with logits and values that are maps of single tokens.
+
+    .. math:: S^h_{ij} = (x_i A_h + b_h) \cdot x_j, \qquad
+              f(x)_i = c + \sum_h \sum_j \mathrm{softmax}_j(S^h_{ij})\, x_j W_h
+
+    Every multi-head dot-product attention has this form: :math:`A_h = s\,Q_h K_h^\top` with the scale s
+    (:math:`1/\sqrt d`), :math:`W_h = V_h O_h`. Of the biases only that of the query matters for the
+    weights, :math:`b_h = s\,K_h q_h`: the key's adds a constant to each row of logits. Rows of weights
+    sum to one, so that value and output biases are one constant c.
+
+    Attributes:
+        logits: A, (H, D, D).
+        values: W, (H, D, E).
+        offset: b, (H, D); zero by default.
+        constant: c, (E,); zero by default.
+        causal: token i sees tokens j <= i alone.
+    """
+
+    logits: Tensor
+    values: Tensor
+    offset: Tensor | None = None
+    constant: Tensor | None = None
+    causal: bool = False
+
+    def __post_init__(self) -> None:
+        a, w = self.logits, self.values
+        if a.ndim != 3 or a.shape[-1] != a.shape[-2] or a.numel() == 0:
+            raise ValueError(f"logits must be (H, D, D), got {tuple(a.shape)}")
+        if w.ndim != 3 or w.shape[:2] != a.shape[:2] or w.numel() == 0:
+            raise ValueError(
+                f"values must be (H, D, E) = ({a.shape[0]}, {a.shape[1]}, E), got {tuple(w.shape)}"
+            )
+        for name, given, allowed in (
+            ("offset", self.offset, a.shape[:2]),
+            ("constant", self.constant, w.shape[2:]),
+        ):
+            if given is not None and given.shape != allowed:
+                raise ValueError(f"{name} must be {tuple(allowed)}, got {tuple(given.shape)}")
+
+    @classmethod
+    def from_projections(
+        cls,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        *,
+        scale: float,
+        query_bias: Tensor | None = None,
+        value_bias: Tensor | None = None,
+        out_bias: Tensor | None = None,
+        causal: bool = False,
+    ) -> AttentionMaps:
+        """From the projections of each head; the products are computed in their dtype.
+
+        Args:
+            query: (H, D, d), applied as x @ query.
+            key: (H, D, d); its bias has no effect.
+            value: (H, D, e).
+            out: (H, e, E): the rows of the output projection that belong to the head.
+            scale: of the logits, usually d^-1/2.
+            query_bias: (H, d).
+            value_bias: (H, e).
+            out_bias: (E,).
+            causal: token i sees tokens j <= i alone.
+        """
+        offset = None if query_bias is None else scale * (key @ query_bias[..., None])[..., 0]
+        constant = out_bias
+        if value_bias is not None:
+            shift = torch.einsum("he,hef->f", value_bias, out)
+            constant = shift if out_bias is None else shift + out_bias
+        return cls(scale * query @ key.mT, value @ out, offset, constant, causal)
+
+    def double(self) -> AttentionMaps:
+        """The same maps in float64, in which bounds are computed."""
+
+        def wide(part: Tensor | None) -> Tensor | None:
+            return None if part is None else part.double()
+
+        return AttentionMaps(
+            self.logits.double(),
+            self.values.double(),
+            wide(self.offset),
+            wide(self.constant),
+            self.causal,
+        )
+
+    def weights(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """The softmax weights P, (*, H, N, N), of tokens x (*, N, D).
+
+        Args:
+            x: tokens.
+            mask: bool, True where token i may see token j, broadcastable to (*, 1, N, N); combined
+                with `causal`. Every token must see at least one.
+        """
+        rows = torch.einsum("...nd,hde->...hne", x, self.logits)
+        if self.offset is not None:
+            rows = rows + self.offset[:, None]
+        scores = rows @ x[..., None, :, :].mT
+        allowed = self.allowed(x, mask)
+        if allowed is not None:
+            scores = scores.masked_fill(~allowed, -torch.inf)
+        return scores.softmax(-1)
+
+    def allowed(self, x: Tensor, mask: Tensor | None = None) -> Tensor | None:
+        """`causal` and mask as one bool mask broadcastable to (*, H, N, N); None if all see all."""
+        if mask is not None and mask.dtype != torch.bool:
+            raise TypeError(f"mask must be bool (True where i may see j), got {mask.dtype}")
+        if not self.causal:
+            return mask
+        n = x.shape[-2]
+        lower = torch.ones(n, n, dtype=torch.bool, device=x.device).tril()
+        return lower if mask is None else lower & mask
+
+    def __call__(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """f(x), (*, N, D) -> (*, N, E)."""
+        mixed = self.weights(x, mask) @ x[..., None, :, :]
+        out = torch.einsum("...hnd,hde->...ne", mixed, self.values)
+        return out if self.constant is None else out + self.constant
+
+
+@runtime_checkable
+class HasAttentionMaps(Protocol):
+    """A module that says itself which maps it is made of."""
+
+    def attention_maps(self) -> AttentionMaps:
+        """Its maps, computed from its weights now."""
+
+
+def attention_maps(attention: AttentionMaps | nn.Module) -> AttentionMaps:
+    """The maps of an attention layer, differentiable in its weights.
+
+    Args:
+        attention: maps (returned as they are), `torch.nn.MultiheadAttention` used as self-attention, or
+            a module with a method `attention_maps()`, as lipformer's own dot-product layers have.
+
+    Raises:
+        TypeError: for other modules.
+        ValueError: for a torch layer that is no plain self-attention (kdim, bias_k, add_zero_attn).
+    """
+    if isinstance(attention, AttentionMaps):
+        return attention
+    if isinstance(attention, nn.MultiheadAttention):
+        return _torch_maps(attention)
+    if isinstance(attention, HasAttentionMaps):
+        return attention.attention_maps()
+    raise TypeError(
+        "expected AttentionMaps, torch.nn.MultiheadAttention or a module with attention_maps(), got "
+        f"{type(attention).__name__}"
+    )
+
+
+def _torch_maps(layer: nn.MultiheadAttention) -> AttentionMaps:
+    if layer.in_proj_weight is None or layer.bias_k is not None or layer.add_zero_attn:
+        raise ValueError(
+            "a torch.nn.MultiheadAttention must have kdim = vdim = embed_dim, no add_bias_kv and no "
+            f"add_zero_attn to be self-attention alone, got kdim={layer.kdim}, vdim={layer.vdim}, "
+            f"embed_dim={layer.embed_dim}, add_bias_kv={layer.bias_k is not None}, "
+            f"add_zero_attn={layer.add_zero_attn}"
+        )
+    heads, dim = layer.num_heads, layer.embed_dim
+    q, k, v = (w.mT.reshape(dim, heads, -1).transpose(0, 1) for w in layer.in_proj_weight.chunk(3))
+    query_bias = value_bias = None
+    if layer.in_proj_bias is not None:
+        b = layer.in_proj_bias.chunk(3)
+        query_bias, value_bias = b[0].reshape(heads, -1), b[2].reshape(heads, -1)
+    out = layer.out_proj.weight.mT.reshape(heads, -1, dim)
+    scale = float((dim // heads) ** -0.5)
+    return AttentionMaps.from_projections(
+        q, k, v, out,
+        scale=scale, query_bias=query_bias, value_bias=value_bias, out_bias=layer.out_proj.bias,
+    )  # fmt: skip

@@ -1,0 +1,152 @@
+"""The table of all variants from the runs of recipes/ptb.
+
+    python -m recipes.ptb.table runs/ptb/small
+
+reads every run below the directory (VARIANT/0, VARIANT/1, ...: one for each seed) and prints a Markdown
+table: the mean over the seeds with its smallest and largest value, the certified constant and what the
+attack reached. Runs of unequal numbers of steps are refused. A certificate below its attack at any
+validation is an error: exit code 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from training.checkpoints import load_model
+from training.errors import BadInput
+
+_BASELINE, _PUBLISHED = "dot_product", "contractive_kim2021"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run left behind.
+
+    Attributes:
+        variant: the directory that its number stands in.
+        parameters: of the model.
+        steps: of training.
+        nats: of the last validation.
+        bounds: certified constants, one for each validation; empty without a certificate.
+        estimates: what the attack reached, beside each of them.
+        speed: characters per second, the median over the log's lines.
+        inversion: largest inversion error of any validation, None if the model has no inverse.
+    """
+
+    variant: str
+    parameters: int
+    steps: int
+    nats: float
+    bounds: tuple[float, ...]
+    estimates: tuple[float, ...]
+    speed: float
+    inversion: float | None
+
+    @property
+    def broken(self) -> bool:
+        """Whether an attack passed the certificate at some validation."""
+        return any(e > b for b, e in zip(self.bounds, self.estimates, strict=False))
+
+
+def read_run(folder: Path) -> Run:
+    """Reads metrics.csv and checkpoints/last.ckpt of a finished run."""
+    with (folder / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+
+    def column(name: str) -> tuple[float, ...]:
+        return tuple(float(row[name]) for row in rows if row.get(name))
+
+    nats, inversion = column("val/nats"), column("inversion/error")
+    if not nats:
+        raise BadInput(f"the run {str(folder)!r} has no validation: it has not ended")
+    model = load_model(folder / "checkpoints" / "last.ckpt")
+    return Run(
+        variant=folder.parent.name,
+        parameters=sum(p.numel() for p in model.parameters()),
+        steps=int(column("step")[-1]) + 1,
+        nats=nats[-1],
+        bounds=column("certificate/bound"),
+        estimates=column("certificate/estimate"),
+        speed=statistics.median(column("train/characters_per_second") or (float("nan"),)),
+        inversion=max(inversion) if inversion else None,
+    )
+
+
+def table(runs: Sequence[Run]) -> str:
+    """The Markdown table, best variant first."""
+    steps = sorted({run.steps for run in runs})
+    if len(steps) != 1:
+        raise BadInput(f"the runs must have equal numbers of steps to be compared, got {steps}")
+    by_variant: dict[str, list[Run]] = defaultdict(list)
+    for run in runs:
+        by_variant[run.variant].append(run)
+    mean = {name: statistics.mean(run.nats for run in found) for name, found in by_variant.items()}
+    lines = [
+        f"{steps[0]} steps, mean (smallest to largest) over the seeds, validation text.",
+        "",
+        "| variant | parameters | seeds | nats | bits | share of the gap | certified constant | "
+        "attack reaches | inversion error | characters per second |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name in sorted(by_variant, key=mean.__getitem__):
+        found = by_variant[name]
+        nats = [run.nats for run in found]
+        bounds = [run.bounds[-1] for run in found if run.bounds]
+        inversions = [run.inversion for run in found if run.inversion is not None]
+        cells = [
+            name,
+            f"{found[0].parameters:,}",
+            str(len(found)),
+            f"{mean[name]:.3f} ({min(nats):.3f} to {max(nats):.3f})",
+            f"{mean[name] / 0.6931471805599453:.3f}",
+            _share(mean, name),
+            f"{max(bounds):.4g}" if bounds else "none",
+            f"{max(run.estimates[-1] for run in found if run.estimates):.3g}",
+            f"{max(inversions):.1e}" if inversions else "",
+            f"{statistics.median(run.speed for run in found):,.0f}",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _share(mean: dict[str, float], name: str) -> str:
+    """How much of the way from the published scaling to the baseline a variant goes, in percent."""
+    if not {_BASELINE, _PUBLISHED} <= mean.keys() or mean[_PUBLISHED] == mean[_BASELINE]:
+        return ""
+    share = (mean[_PUBLISHED] - mean[name]) / (mean[_PUBLISHED] - mean[_BASELINE])
+    return f"{100.0 * share:.0f}%"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints the table; 1 if a certificate was passed, 2 if the runs cannot be compared."""
+    parser = argparse.ArgumentParser(
+        "python -m recipes.ptb.table", description="The table of all variants from their runs."
+    )
+    parser.add_argument("directory", type=Path, help="holds VARIANT/0, VARIANT/1, ...")
+    folder = parser.parse_args(arguments).directory
+    try:
+        runs = [read_run(path.parent) for path in sorted(folder.glob("*/*/metrics.csv"))]
+        if not runs:
+            raise BadInput(f"there are no runs (VARIANT/NUMBER/metrics.csv) in {str(folder)!r}")
+        print(table(runs))
+    except BadInput as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    broken = [run.variant for run in runs if run.broken]
+    checked = sum(len(run.bounds) for run in runs)
+    if broken:
+        print(f"\nan attack passed the certificate of {', '.join(broken)}", file=sys.stderr)
+        return 1
+    print(f"\nAt each of {checked} validations with a certificate it was at or above the attack.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""recipes.ptb.table: means over seeds, equal steps alone, and a broken certificate is told of."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from lipformer.models import LanguageModel, LanguageModelConfig
+from recipes.ptb.table import Run, main, read_run, table
+from training.checkpoints import write_checkpoint
+from training.errors import BadInput
+
+RUN = Run("l2_tied", 10, 100, 1.5, (8.0, 9.0), (2.0, 3.0), 1000.0, None)
+
+
+def write_run(folder: Path, nats: float, bound: float = 9.0) -> int:
+    """A finished run; returns its number of parameters."""
+    model = LanguageModel(LanguageModelConfig("l2_tied", 5, dim=8, num_heads=2, num_layers=1))
+    state = {f"model.{name}": value for name, value in model.state_dict().items()}
+    checkpoint = {"lipformer": {"config": model.config.to_dict()}, "state_dict": state}
+    write_checkpoint(checkpoint, folder / "checkpoints" / "last.ckpt")
+    (folder / "metrics.csv").write_text(
+        "certificate/bound,certificate/estimate,step,train/characters_per_second,val/nats\n"
+        f",,49,500,\n8.0,2.0,49,,2.0\n,,99,700,\n{bound},3.0,99,,{nats}\n"
+    )
+    return sum(p.numel() for p in model.parameters())
+
+
+def test_a_run_is_read(tmp_path: Path) -> None:
+    parameters = write_run(tmp_path / "l2_tied" / "0", 1.5)
+    expected = dataclasses.replace(RUN, parameters=parameters, speed=600.0)
+    assert read_run(tmp_path / "l2_tied" / "0") == expected
+
+
+def test_seeds_are_averaged_and_the_gap_is_shared() -> None:
+    runs = [
+        RUN,
+        dataclasses.replace(RUN, nats=1.7, bounds=(1.0, 20.0)),
+        dataclasses.replace(RUN, variant="dot_product", nats=1.0, bounds=()),
+        dataclasses.replace(RUN, variant="contractive_kim2021", nats=3.0, inversion=2e-6),
+    ]
+    lines = table(runs).splitlines()
+    assert lines[0].startswith("100 steps")
+    assert [line.split(" | ")[0] for line in lines[4:]] == [
+        "| dot_product",
+        "| l2_tied",
+        "| contractive_kim2021",
+    ]
+    assert "| none |" in lines[4]
+    assert "| 2 | 1.600 (1.500 to 1.700) | 2.308 | 70% | 20 | 3 |" in lines[5]
+    assert "| 0% | 9 | 3 | 2.0e-06 |" in lines[6]
+
+
+def test_unequal_steps_are_refused() -> None:
+    with pytest.raises(BadInput, match=r"equal numbers of steps .* got \[100, 101\]"):
+        table([RUN, dataclasses.replace(RUN, steps=101)])
+
+
+def test_main(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    write_run(tmp_path / "l2_tied" / "0", 1.5)
+    assert main([str(tmp_path)]) == 0
+    assert "At each of 2 validations" in capsys.readouterr().out
+    write_run(tmp_path / "l2_tied" / "1", 1.5, bound=2.9)
+    assert main([str(tmp_path)]) == 1
+    assert "passed the certificate of l2_tied" in capsys.readouterr().err
+
+
+def test_bad_directories(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path)]) == 2
+    assert "there are no runs" in capsys.readouterr().err
+    write_run(tmp_path / "l2_tied" / "0", 1.5)
+    (tmp_path / "l2_tied" / "0" / "metrics.csv").write_text("step,val/nats\n9,\n")
+    assert main([str(tmp_path)]) == 2
+    assert "it has not ended" in capsys.readouterr().err
