@@ -39,6 +39,8 @@ class LanguageModule(L.LightningModule):
         dropout: of attention weights and hidden features.
         positions: alibi, rotary, sinusoidal or none; default the variant's best.
         slopes: ALiBi slopes, one per head; default the variant's best.
+        token_shift: half of the features that attention sees come from the token before; default the
+            variant's best.
         query_scale: what the initial W_Q is multiplied by, default 1.
         value_proj: tied L2 attention in the paper's form (true) or in the lean form (false).
         norm_place: pre, post or none.
@@ -70,6 +72,7 @@ class LanguageModule(L.LightningModule):
         dropout: float | None = None,
         positions: str | None = None,
         slopes: list[float] | None = None,
+        token_shift: bool | None = None,
         query_scale: float | None = None,
         value_proj: bool | None = None,
         norm_place: str | None = None,
@@ -102,6 +105,7 @@ class LanguageModule(L.LightningModule):
             "dropout": dropout,
             "positions": positions,
             "slopes": None if slopes is None else tuple(slopes),
+            "token_shift": token_shift,
             "query_scale": query_scale,
             "value_proj": value_proj,
             "norm_place": norm_place,

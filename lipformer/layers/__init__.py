@@ -12,6 +12,7 @@ from lipformer.layers._residual import ConvexResidual, Residual
 from lipformer.layers._spectral import SpectralBound, SpectralLinear, spectral_bound
 from lipformer.layers._step import step_module
 from lipformer.layers._token_norms import BallProjection, CenterNorm
+from lipformer.layers._token_shift import TokenShift
 
 __all__ = [
     "BallProjection",
@@ -26,6 +27,7 @@ __all__ = [
     "Residual",
     "SpectralBound",
     "SpectralLinear",
+    "TokenShift",
     "bake",
     "convert_attention",
     "frozen",

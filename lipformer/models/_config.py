@@ -15,10 +15,11 @@ CONTRACTION_NORMS = ("self", "l2", "token", "linf")
 # The options that belong to each variant, with its best known values (docs/models). An option that
 # is not listed does nothing in that variant, so that giving it is an error.
 VARIANT_OPTIONS: dict[str, dict[str, Any]] = {
-    "dot_product": {"norm_place": "pre"},
-    "l2": {"norm_place": "pre"},
-    "l2_tied": {"norm_place": "pre", "value_proj": False},
+    "dot_product": {"norm_place": "pre", "token_shift": False},
+    "l2": {"norm_place": "pre", "token_shift": False},
+    "l2_tied": {"norm_place": "pre", "token_shift": True, "value_proj": False},
     "contractive": {
+        "token_shift": True,
         "norm_place": "post",
         "value_proj": False,
         "coeff": 1.0,
@@ -26,13 +27,14 @@ VARIANT_OPTIONS: dict[str, dict[str, Any]] = {
         "bound": None,
     },
     "lipschitz": {
+        "token_shift": True,
         "norm_place": "none",
         "value_proj": False,
         "coeff": 1.0,
         "norm": "l2",
         "head_coeff": 32.0,
     },
-    "invertible": {"value_proj": False, "coeff": 0.9, "norm": "self"},
+    "invertible": {"token_shift": True, "value_proj": False, "coeff": 0.9, "norm": "self"},
 }
 # What the paper's own scaling fixes.
 _KIM2021: dict[str, Any] = {"norm_place": "post", "value_proj": True, "norm": "linf"}
@@ -59,6 +61,9 @@ class LanguageModelConfig:
         positions: "alibi" (default), "rotary", "sinusoidal" (added to the embedding) or "none".
         slopes: ALiBi slopes, one per head; default 1/4 to 1/256 for dot_product and l2, 1/2 to 1/16
             where query and key are tied.
+        token_shift: a :class:`lipformer.TokenShift` before each attention: half of the features are
+            those of the token before. Default where query and key are tied: such a kernel always
+            prefers the token itself and cannot look one back.
         query_scale: what the initial W_Q is multiplied by.
         value_proj: tied L2 attention in the paper's form (True) or in the lean form (False).
         norm_place: "pre" or "post" (LayerNorm), "none"; in "lipschitz" "pre" is a CenterNorm.
@@ -79,6 +84,7 @@ class LanguageModelConfig:
     dropout: float = 0.0
     positions: str | None = None
     slopes: tuple[float, ...] | None = None
+    token_shift: bool | None = None
     query_scale: float = 1.0
     value_proj: bool | None = None
     norm_place: str | None = None
@@ -139,8 +145,9 @@ class LanguageModelConfig:
             # token norm; a bound of each token's effect on itself alone would not bound it.
             without_self = self.variant == "lipschitz"
             _one_of("norm", self.norm, CONTRACTION_NORMS[1 if without_self else 0 :])
-        if self.value_proj is not None and not isinstance(self.value_proj, bool):
-            raise ValueError(f"value_proj must be True or False, got {self.value_proj!r}")
+        for name in ("value_proj", "token_shift"):
+            if not isinstance(getattr(self, name), (bool, type(None))):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.bound == "kim2021" and (self.value_proj is not True or self.norm != "linf"):
             raise ValueError(
                 "bound='kim2021' is the paper's form in the linf norm: value_proj=True and norm='linf', "

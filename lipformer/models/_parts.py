@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from lipformer.layers import FeedForward, L2MultiheadAttention, Residual, SpectralLinear
+from lipformer.layers import FeedForward, L2MultiheadAttention, Residual, SpectralLinear, TokenShift
 from lipformer.layers._bake import Scaled
 from lipformer.models._config import LanguageModelConfig
 
@@ -39,6 +39,11 @@ def tied_attention(config: LanguageModelConfig, *, orthogonal: bool) -> L2Multih
         nn.init.orthogonal_(layer.out_proj.weight)
     scale_queries(layer.q_proj.weight, config)
     return layer
+
+
+def shifted(config: LanguageModelConfig, attention: nn.Module) -> nn.Module:
+    """The attention behind a TokenShift, where the config wants one."""
+    return nn.Sequential(TokenShift(config.dim), attention) if config.token_shift else attention
 
 
 @torch.no_grad()

@@ -33,7 +33,7 @@ def _transformer(
     """Blocks of an attention and the baseline's feed-forward part."""
     blocks: list[nn.Module] = []
     for _ in range(config.num_layers):
-        blocks.append(parts.residual_block(config, attention(config)))
+        blocks.append(parts.residual_block(config, parts.shifted(config, attention(config))))
         blocks.append(parts.residual_block(config, parts.plain_feed_forward(config)))
     return Body(nn.Sequential(*blocks), parts.readout(config))
 
@@ -72,7 +72,8 @@ def _build_lipschitz(config: LanguageModelConfig) -> Body:
 
     blocks: list[nn.Module] = []
     for _ in range(config.num_layers):
-        blocks += [block(_contractive(config)), block(parts.bounded_feed_forward(config))]
+        attention = parts.shifted(config, _contractive(config))
+        blocks += [block(attention), block(parts.bounded_feed_forward(config))]
     return Body(nn.Sequential(*blocks), nn.Sequential(parts.bounded_head(config)))
 
 
@@ -81,7 +82,7 @@ def _build_invertible(config: LanguageModelConfig) -> Body:
     causal = config.norm == "self"
     blocks: list[nn.Module] = []
     for _ in range(config.num_layers):
-        attention = parts.tied_attention(config, orthogonal=True)
+        attention = parts.shifted(config, parts.tied_attention(config, orthogonal=True))
         if causal:
             blocks.append(InvertibleResidual(attention, config.coeff, mode="causal"))
         else:
