@@ -66,7 +66,7 @@ def test_its_model_can_be_built(path: Path) -> None:
         assert module.variant == path.stem
     trainer = settings["trainer"]
     if small:
-        assert (trainer["max_steps"], data.block, data.batch_size) == (1000, 128, 32)
+        assert (trainer["max_steps"], data.block, data.batch_size) == (600, 128, 32)
         assert module.schedule == "cosine"
     else:
         assert trainer["precision"] == "bf16-mixed"
