@@ -25,7 +25,7 @@ $(VENV)/.setup-done: pyproject.toml constraints.txt
 	@python=python3; ! python3.11 -c '' 2>/dev/null || python=python3.11; \
 	[ -x $(VENV)/bin/pip ] || $$python -m venv --clear $(VENV)
 	$(PIP) torch setuptools
-	$(PIP) --no-build-isolation --config-settings editable_mode=compat --editable '.[test,flows,recipes,bench]'
+	$(PIP) --no-build-isolation --config-settings editable_mode=compat --editable '.[test,flows,recipes,bench,hf]'
 	$(PY) -c 'import lipformer'
 	@touch $@
 

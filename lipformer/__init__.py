@@ -3,7 +3,7 @@
 Drop-in layers for Transformers whose Lipschitz constant is known and certified.
 """
 
-from lipformer import functional, models
+from lipformer import analysis, functional, models
 from lipformer.certificate import (
     Ask,
     Attack,
@@ -61,6 +61,7 @@ __all__ = [
     "SpectralBound",
     "SpectralLinear",
     "TokenShift",
+    "analysis",
     "attack_lipschitz",
     "bake",
     "certify",

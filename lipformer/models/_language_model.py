@@ -194,7 +194,7 @@ class LanguageModel(Bakeable):
             FileNotFoundError: a file is missing.
             ValueError: a file is damaged, or not one of ours; it says which and how.
         """
-        config, tensors = pretrained.load(directory)
+        config, tensors = pretrained.load(directory, LanguageModelConfig)
         generator_state = torch.get_rng_state()
         model = cls(config)
         torch.set_rng_state(generator_state)

@@ -11,18 +11,23 @@ from collections.abc import Callable, Mapping
 from os import PathLike
 from pathlib import Path
 from types import ModuleType
+from typing import TypeVar
 
 from torch import Tensor, nn
 
 from lipformer.models._config import LanguageModelConfig
+from lipformer.models._vision_config import VisionTransformerConfig
 
-FORMAT = "lipformer.LanguageModel"
+# How the JSON file names the kind of model that a config is of, and what a person calls it.
+FORMATS: dict[type, tuple[str, str]] = {
+    LanguageModelConfig: ("lipformer.LanguageModel", "language model"),
+    VisionTransformerConfig: ("lipformer.VisionTransformer", "vision transformer"),
+}
+Config = TypeVar("Config", LanguageModelConfig, VisionTransformerConfig)
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
 
-def save(
-    directory: str | PathLike[str], config: LanguageModelConfig, tensors: Mapping[str, Tensor]
-) -> None:
+def save(directory: str | PathLike[str], config: Config, tensors: Mapping[str, Tensor]) -> None:
     """Writes both files, each to a temporary one that then takes its name.
 
     The weights name the config they were saved with by its digest, so that a save that was broken
@@ -33,15 +38,16 @@ def save(
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"a model is saved in a directory, got the file {folder}")
     folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"format": FORMAT, **config.to_dict()}, indent=2, ensure_ascii=False) + "\n"
+    entries = {"format": FORMATS[type(config)][0], **config.to_dict()}
+    text = json.dumps(entries, indent=2, ensure_ascii=False) + "\n"
     metadata = {"format": "pt", "config": _digest(config)}
     weights = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
     _replace(folder / WEIGHTS, lambda path: safetensors.torch.save_file(weights, path, metadata))
     _replace(folder / CONFIG, lambda path: Path(path).write_text(text, encoding="utf-8"))
 
 
-def load(directory: str | PathLike[str]) -> tuple[LanguageModelConfig, dict[str, Tensor]]:
-    """Reads and checks both files."""
+def load(directory: str | PathLike[str], kind: type[Config]) -> tuple[Config, dict[str, Tensor]]:
+    """Reads and checks both files of a model with a config of this kind."""
     safetensors = _safetensors()
     folder = Path(directory)
     for name in (CONFIG, WEIGHTS):
@@ -49,7 +55,7 @@ def load(directory: str | PathLike[str]) -> tuple[LanguageModelConfig, dict[str,
             raise FileNotFoundError(
                 f"{folder} has no file {name}; a saved model is a directory with {CONFIG} and {WEIGHTS}"
             )
-    config = _read_config(folder / CONFIG)
+    config = _read_config(folder / CONFIG, kind)
     try:
         with safetensors.safe_open(str(folder / WEIGHTS), framework="pt") as file:
             metadata = file.metadata() or {}
@@ -79,20 +85,21 @@ def fill(model: nn.Module, tensors: Mapping[str, Tensor], directory: str | PathL
     model.load_state_dict(dict(tensors))
 
 
-def _read_config(path: Path) -> LanguageModelConfig:
+def _read_config(path: Path, kind: type[Config]) -> Config:
+    name, called = FORMATS[kind]
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is truncated or no JSON file: {error}") from error
-    if not isinstance(entries, dict) or entries.pop("format", None) != FORMAT:
-        raise ValueError(f'{path} does not describe a lipformer language model ("format": "{FORMAT}")')
+    if not isinstance(entries, dict) or entries.pop("format", None) != name:
+        raise ValueError(f'{path} does not describe a lipformer {called} ("format": "{name}")')
     try:
-        return LanguageModelConfig.from_dict(entries)
+        return kind.from_dict(entries)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
 
-def _digest(config: LanguageModelConfig) -> str:
+def _digest(config: LanguageModelConfig | VisionTransformerConfig) -> str:
     text = json.dumps(config.to_dict(), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 

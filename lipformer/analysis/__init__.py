@@ -1,0 +1,61 @@
+"""How smooth is attention? Local bounds and gains of dot-product attention.
+
+Dot-product attention has no global Lipschitz constant. What is here bounds it on a ball or around one
+input, measures it on real models, and carries perturbations through a network.
+"""
+
+from lipformer.analysis._adversarial import (
+    adversarial_measure,
+    adversarial_tokens,
+    ball_lower_bound,
+    mean_field_lower_bound,
+)
+from lipformer.analysis._ball import ball_bound, layer_norm_radius, mean_field_bound
+from lipformer.analysis._certified_radius import certified_accuracy, certified_radius, is_certified
+from lipformer.analysis._gain_table import Exponent, GainRow, GainTable
+from lipformer.analysis._layer_gains import layer_gains
+from lipformer.analysis._local import jasmin_loss, local_bound
+from lipformer.analysis._lofast import lofast_bound
+from lipformer.analysis._maps import AttentionMaps, attention_maps
+from lipformer.analysis._measures import (
+    SplitAttack,
+    measure_attention,
+    measure_gain,
+    measure_gain_estimate,
+    split_attack,
+    split_gain,
+)
+from lipformer.analysis._perturbation import perturbation_bound, register_perturbation
+from lipformer.analysis._probes import AttentionProbe, probe_attention
+
+__all__ = [
+    "AttentionMaps",
+    "AttentionProbe",
+    "Exponent",
+    "GainRow",
+    "GainTable",
+    "SplitAttack",
+    "adversarial_measure",
+    "adversarial_tokens",
+    "attention_maps",
+    "ball_bound",
+    "ball_lower_bound",
+    "certified_accuracy",
+    "certified_radius",
+    "is_certified",
+    "jasmin_loss",
+    "layer_gains",
+    "layer_norm_radius",
+    "local_bound",
+    "lofast_bound",
+    "mean_field_bound",
+    "mean_field_lower_bound",
+    "measure_attention",
+    "measure_gain",
+    "measure_gain_estimate",
+    "perturbation_bound",
+    "probe_attention",
+    "register_perturbation",
+    "split_attack",
+    "split_gain",
+]

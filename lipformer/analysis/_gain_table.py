@@ -1,0 +1,183 @@
+"""A tidy table of local gains, and how they grow."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class GainRow:
+    """The gain of one attention layer at one sequence.
+
+    Attributes:
+        sequence: number of the sequence.
+        layer: path of the layer.
+        index: number of the layer.
+        n: tokens.
+        radius: largest Euclidean norm of a token that enters the layer.
+        gain: largest singular value of the Jacobian found (a lower estimate, see `converged`).
+        bound: upper bound of it at this input; None where it was not asked for or there is none.
+        products: products with the Jacobian that the estimate took.
+        converged: whether the estimate met its tolerance.
+    """
+
+    sequence: int
+    layer: str
+    index: int
+    n: int
+    radius: float
+    gain: float
+    bound: float | None
+    products: int
+    converged: bool
+
+
+@dataclass(frozen=True)
+class Exponent:
+    r"""The fit :math:`\text{gain} \approx C\,n^p` of one layer.
+
+    Attributes:
+        layer: path of the layer.
+        index: number of the layer.
+        exponent: p.
+        error: standard error of p; nan for two rows.
+        factor: C.
+        rows: rows that were fitted.
+    """
+
+    layer: str
+    index: int
+    exponent: float
+    error: float
+    factor: float
+    rows: int
+
+
+@dataclass(frozen=True)
+class GainTable:
+    """Gains of attention layers, one row for each sequence and layer.
+
+    Attributes:
+        rows: the rows.
+    """
+
+    rows: tuple[GainRow, ...]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def layers(self) -> list[tuple[int, str]]:
+        """Number and path of each layer."""
+        return sorted({(row.index, row.layer) for row in self.rows})
+
+    def to_pandas(self) -> Any:
+        """The rows as a `pandas.DataFrame`."""
+        try:
+            import pandas  # type: ignore[import-untyped]
+        except ImportError as missing:
+            raise ImportError("to_pandas needs pandas: pip install pandas") from missing
+        names = [field.name for field in fields(GainRow)]
+        return pandas.DataFrame([asdict(row) for row in self.rows], columns=names)
+
+    def to_csv(self, path: str | os.PathLike[str]) -> None:
+        """Writes the rows with a header; the file appears when it is whole."""
+        with _whole_file(path) as part, part.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, [field.name for field in fields(GainRow)], lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(asdict(row) for row in self.rows)
+
+    def exponents(self, against: str = "n") -> list[Exponent]:
+        r"""Least squares :math:`\log\text{gain} = \log C + p \log n` for each layer.
+
+        Args:
+            against: "n", or "radius" for the growth with the largest token.
+
+        Raises:
+            ValueError: where a layer has fewer than two different values to fit, or a gain is zero.
+        """
+        if against not in ("n", "radius"):
+            raise ValueError(f"against must be 'n' or 'radius', got {against!r}")
+        return [self._fit(index, layer, against) for index, layer in self.layers()]
+
+    def _fit(self, index: int, layer: str, against: str) -> Exponent:
+        rows = [row for row in self.rows if (row.index, row.layer) == (index, layer)]
+        if min(min(row.gain, getattr(row, against)) for row in rows) <= 0:
+            raise ValueError(f"{layer}: a gain or radius of zero has no logarithm")
+        u = [math.log(getattr(row, against)) for row in rows]
+        slope, error, intercept = _least_squares(u, [math.log(row.gain) for row in rows], layer, against)
+        return Exponent(layer, index, slope, error, math.exp(intercept), len(rows))
+
+    def plot(self, path: str | os.PathLike[str], title: str = "") -> None:
+        """Gain against n (with the fits) and against the radius, both logarithmic, as a picture."""
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as missing:
+            raise ImportError("plot needs matplotlib: pip install matplotlib") from missing
+        figure = Figure(figsize=(12, 5), layout="constrained")
+        left, right = figure.subplots(1, 2, sharey=True)
+        fits = {fit.index: fit for fit in self.exponents()}
+        total = max(len(fits) - 1, 1)
+        for place, (index, layer) in enumerate(self.layers()):
+            rows = [row for row in self.rows if (row.index, row.layer) == (index, layer)]
+            colour, fit = _colour(place / total), fits[index]
+            gains = [row.gain for row in rows]
+            left.plot([row.n for row in rows], gains, ".", color=colour, markersize=3, alpha=0.5)
+            right.plot([row.radius for row in rows], gains, ".", color=colour, markersize=4, alpha=0.6)
+            ends = [min(row.n for row in rows), max(row.n for row in rows)]
+            line = [fit.factor * n**fit.exponent for n in ends]
+            label = f"{index} {layer}: {fit.exponent:.2f} ± {fit.error:.2f}"
+            left.plot(ends, line, color=colour, linewidth=1.5, label=label)
+        ends = [min(row.n for row in self.rows), max(row.n for row in self.rows)]
+        low = min(row.gain for row in self.rows)
+        left.plot(ends, [low * (n / ends[0]) ** 0.5 for n in ends], "k--", linewidth=1, label="n^0.5")
+        left.set(xscale="log", yscale="log", xlabel="tokens n", ylabel="local gain of attention")
+        right.set(xscale="log", xlabel="largest token norm")
+        left.legend(fontsize=7, title="layer: fitted exponent")
+        figure.suptitle(title)
+        with _whole_file(path) as part:
+            figure.savefig(part, dpi=150)
+
+
+def _least_squares(
+    u: Sequence[float], v: Sequence[float], layer: str, against: str
+) -> tuple[float, float, float]:
+    """Slope, its standard error and intercept of v against u."""
+    count = len(u)
+    centre, height = sum(u) / count, sum(v) / count
+    spread = sum((a - centre) ** 2 for a in u)
+    # Values that differ by rounding alone are one value.
+    if spread <= count * (1e-9 * max(1.0, abs(centre))) ** 2:
+        raise ValueError(
+            f"{layer}: a fit needs two different values of {against}, got {math.exp(centre):.6g}"
+        )
+    slope = sum((a - centre) * (b - height) for a, b in zip(u, v, strict=True)) / spread
+    intercept = height - slope * centre
+    rest = sum((b - intercept - slope * a) ** 2 for a, b in zip(u, v, strict=True))
+    error = math.sqrt(rest / (count - 2) / spread) if count > 2 else math.nan
+    return slope, error, intercept
+
+
+def _colour(share: float) -> tuple[float, float, float]:
+    """From blue (first layer) over grey to red (last), legible in print."""
+    return (0.1 + 0.75 * share, 0.25 + 0.3 * (1 - abs(2 * share - 1)), 0.8 - 0.7 * share)
+
+
+@contextlib.contextmanager
+def _whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """A temporary file beside `path`, of the same suffix, that takes its place when all went well."""
+    target = Path(path)
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"no directory {str(target.parent)!r} to write {target.name!r} to")
+    part = target.with_name(f".{target.stem}-{os.getpid()}{target.suffix}")
+    try:
+        yield part
+        part.replace(target)
+    finally:
+        part.unlink(missing_ok=True)

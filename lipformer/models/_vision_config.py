@@ -1,0 +1,162 @@
+"""What a Vision Transformer is made of, as plain values that a JSON file can hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+VARIANTS = ("dot_product", "l2")
+POOLINGS = ("flatten", "mean")
+_SIZES = ("image_size", "channels", "patch", "classes", "dim", "num_heads", "num_layers", "hidden")
+_REQUIRED = ("variant", "image_size", "channels", "patch", "classes")
+
+
+@dataclass(frozen=True)
+class VisionTransformerConfig:
+    """The whole description of a :class:`VisionTransformer`.
+
+    Attributes:
+        variant: "dot_product" (dot-product attention on tokens inside a ball, certified around each
+            image by LoFAST) or "l2" (L2 attention, one constant for all images).
+        image_size: pixels in each direction.
+        channels: C.
+        patch: pixels of a patch in each direction, a divisor of image_size.
+        classes: K.
+        dim: D, the width of a token.
+        num_heads: H, a divisor of D.
+        num_layers: blocks of attention and feed-forward.
+        hidden: width inside the feed-forward part, even; default 2 D.
+        attention_weight: a in the convex residual (1 - a) x + a attention(x).
+        feed_forward_weight: likewise around the feed-forward part; 1 leaves the residual out.
+        pooling: "flatten" (the head sees all tokens) or "mean" (their mean, of constant
+            :math:`1/\\sqrt N`).
+        readout: width of one more layer of norm 1, with MaxMin, between pooling and head; even.
+        position_std: standard deviation of the initial positions.
+        mean: of the pixels, one number for each channel; default 0. Pixels are normalised inside the
+            model, so that its input lies in [0, 1].
+        std: of the pixels, one number for each channel; default 1.
+        radius: of the ball that tokens are projected on before each attention ("dot_product" only);
+            default 4.
+        logit_coeff: bound of the norms of all query and of all key weights ("dot_product" only);
+            default 1.
+    """
+
+    variant: str
+    image_size: int
+    channels: int
+    patch: int
+    classes: int
+    dim: int = 64
+    num_heads: int = 4
+    num_layers: int = 2
+    hidden: int | None = None
+    attention_weight: float = 0.1
+    feed_forward_weight: float = 0.5
+    pooling: str = "flatten"
+    readout: int | None = None
+    position_std: float = 0.1
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+    radius: float | None = None
+    logit_coeff: float | None = None
+
+    def __post_init__(self) -> None:
+        _one_of("variant", self.variant, VARIANTS)
+        _one_of("pooling", self.pooling, POOLINGS)
+        if self.hidden is None and isinstance(self.dim, int):
+            object.__setattr__(self, "hidden", 2 * self.dim)
+        self._check_sizes()
+        self._check_pixels()
+        self._check_ball()
+        for name in ("attention_weight", "feed_forward_weight"):
+            value = getattr(self, name)
+            if not _is_number(value) or not 0.0 < value <= 1.0:
+                raise ValueError(f"{name} must be in (0, 1], got {value!r}")
+        if not _is_number(self.position_std) or not 0.0 <= self.position_std < math.inf:
+            raise ValueError(f"position_std must be finite and >= 0, got {self.position_std!r}")
+
+    def _check_sizes(self) -> None:
+        for name in _SIZES if self.readout is None else (*_SIZES, "readout"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
+        if self.image_size % self.patch:
+            raise ValueError(
+                "image_size must be a multiple of patch, got "
+                f"image_size={self.image_size}, patch={self.patch}"
+            )
+        if self.dim % self.num_heads:
+            raise ValueError(
+                f"dim must be a multiple of num_heads, got dim={self.dim}, num_heads={self.num_heads}"
+            )
+        for name in ("hidden", "readout"):
+            if (getattr(self, name) or 0) % 2:
+                raise ValueError(f"{name} must be even for MaxMin, got {getattr(self, name)}")
+        if self.classes < 2:
+            raise ValueError(f"classes must be at least 2, got {self.classes}")
+
+    def _check_pixels(self) -> None:
+        for name, default in (("mean", 0.0), ("std", 1.0)):
+            given = getattr(self, name)
+            if given is None:
+                given = (default,) * self.channels
+            if (
+                not isinstance(given, (list, tuple))
+                or len(given) != self.channels
+                or not all(_is_number(v) and math.isfinite(v) for v in given)
+                or (name == "std" and not all(v > 0 for v in given))
+            ):
+                kind = "positive numbers" if name == "std" else "numbers"
+                raise ValueError(f"{name} must be {self.channels} {kind}, got {given!r}")
+            object.__setattr__(self, name, tuple(float(v) for v in given))
+
+    def _check_ball(self) -> None:
+        own = self.variant == "dot_product"
+        for name, default in (("radius", 4.0), ("logit_coeff", 1.0)):
+            value = getattr(self, name)
+            if not own and value is not None:
+                raise ValueError(f"the variant {self.variant!r} has no option {name}, got {value!r}")
+            if own and value is None:
+                object.__setattr__(self, name, default)
+            elif own and (not _is_number(value) or not 0.0 < value < math.inf):
+                raise ValueError(f"{name} must be positive and finite, got {value!r}")
+
+    @property
+    def tokens(self) -> int:
+        """N, the number of patches."""
+        return (self.image_size // self.patch) ** 2
+
+    def to_dict(self) -> dict[str, Any]:
+        """All entries as JSON values."""
+        entries = dataclasses.asdict(self)
+        return {**entries, "mean": list(entries["mean"]), "std": list(entries["std"])}
+
+    @classmethod
+    def from_dict(cls, entries: Mapping[str, Any]) -> VisionTransformerConfig:
+        """The config of :meth:`to_dict`'s entries.
+
+        Raises:
+            ValueError: an entry is unknown, missing or wrong; it says which.
+        """
+        if not isinstance(entries, Mapping):
+            raise ValueError(f"a config is a mapping of names to values, got {type(entries).__name__}")
+        known = [field.name for field in dataclasses.fields(cls)]
+        unknown = [str(name) for name in entries if name not in known]
+        if unknown:
+            raise ValueError(f"unknown entries {', '.join(unknown)}; allowed are {', '.join(known)}")
+        missing = [name for name in _REQUIRED if name not in entries]
+        if missing:
+            raise ValueError(f"missing entries: {', '.join(missing)}")
+        return cls(**entries)
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -1,0 +1,164 @@
+"""Vision Transformers that can be certified: around each image, or by one constant for all."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from os import PathLike
+
+import torch
+from torch import Tensor, nn
+
+from lipformer.certificate import Ask, Bound, register_bound
+from lipformer.layers import (
+    BallProjection,
+    Contractive,
+    ConvexResidual,
+    FeedForward,
+    L2MultiheadAttention,
+    MaxMin,
+    SpectralLinear,
+)
+from lipformer.layers._bake import Bakeable
+from lipformer.models import _pretrained as pretrained
+from lipformer.models._self_attention import DotProductSelfAttention
+from lipformer.models._vision_config import VisionTransformerConfig
+from lipformer.models._vision_parts import Patches, PixelNorm, Positions, TokenMean
+
+
+class VisionTransformer(Bakeable):
+    r"""Images with pixels in [0, 1] to the logits of their classes.
+
+    All but the attention has a known constant: patches that do not overlap, an embedding of norm 1,
+    convex residuals around branches of norm at most 1, no class token and no LayerNorm. The last module
+    of ``body`` is the plain linear head, so that a certificate can compare pairs of its rows: a logit's
+    lead over class j moves by at most :math:`\|w_y - w_j\|` times what its input moves by.
+
+    * "l2": L2 attention divided by its bound; ``lipformer.certify(model)`` is one number for all images.
+    * "dot_product": dot-product attention after a projection of the tokens on a ball; certified around
+      each image by ``lipformer.analysis.certified_radius(model, images, labels)`` (LoFAST).
+
+    Args:
+        config: what to build; weights are drawn from torch's global generator.
+
+    Attributes:
+        config: the config, with every default filled in.
+        body: images (B, C, H, W) to logits (B, K), an nn.Sequential of single steps.
+
+    Example:
+        >>> import lipformer as lf
+        >>> _ = torch.manual_seed(0)
+        >>> model = VisionTransformer(VisionTransformerConfig("l2", 8, 1, 2, classes=10, dim=16))
+        >>> model(torch.rand(3, 1, 8, 8)).shape
+        torch.Size([3, 10])
+        >>> lf.certify(model.body[:-1]).bound
+        1.0
+    """
+
+    def __init__(self, config: VisionTransformerConfig) -> None:
+        super().__init__()
+        if not isinstance(config, VisionTransformerConfig):
+            raise TypeError(f"config must be a VisionTransformerConfig, got {type(config).__name__}")
+        self.config = config
+        self.body = nn.Sequential(_steps(config))
+
+    @property
+    def head(self) -> nn.Linear:
+        """The last linear map, features to logits."""
+        return self.body[-1]  # type: ignore[return-value]
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits: (B, C, H, W) -> (B, K)."""
+        return self.body(images)
+
+    def features(self, images: Tensor) -> Tensor:
+        """The head's input: (B, C, H, W) -> (B, F)."""
+        return self.body[:-1](images)
+
+    def save_pretrained(self, directory: str | PathLike[str]) -> None:
+        """Writes ``model.safetensors`` and ``config.json`` (needs the package safetensors)."""
+        pretrained.save(directory, self.config, self.state_dict())
+
+    @classmethod
+    def from_pretrained(
+        cls, directory: str | PathLike[str], device: torch.device | str = "cpu"
+    ) -> VisionTransformer:
+        """The model of :meth:`save_pretrained`, in eval mode; nothing is unpickled.
+
+        Raises:
+            FileNotFoundError: a file is missing.
+            ValueError: a file is damaged, or not one of ours; it says which and how.
+        """
+        config, tensors = pretrained.load(directory, VisionTransformerConfig)
+        generator_state = torch.get_rng_state()
+        model = cls(config)
+        torch.set_rng_state(generator_state)
+        pretrained.fill(model, tensors, directory)
+        return model.to(device).eval()
+
+    def extra_repr(self) -> str:
+        return f"variant={self.config.variant!r}, {self.config.tokens} tokens"
+
+
+def _steps(config: VisionTransformerConfig) -> OrderedDict[str, nn.Module]:
+    """The body in order: flat, so that a perturbation can be followed step by step."""
+    assert config.mean is not None
+    assert config.std is not None
+    assert config.hidden is not None
+    pixels = config.channels * config.patch**2
+    steps: OrderedDict[str, nn.Module] = OrderedDict(
+        pixels=PixelNorm(config.mean, config.std),
+        patches=Patches(config.channels, config.image_size, config.patch),
+        embedding=SpectralLinear(pixels, config.dim, mode="normalize"),
+        positions=Positions(config.tokens, config.dim, config.position_std),
+    )
+    for i in range(config.num_layers):
+        if config.radius is not None:
+            # Before the residual, not inside it: identity and attention then have the same input, and
+            # LoFAST bounds their sum at once.
+            steps[f"ball_{i}"] = BallProjection(config.radius)
+        steps[f"attention_{i}"] = _residual(_attention(config), config.attention_weight)
+        feed_forward = FeedForward(config.dim, config.hidden)
+        steps[f"feed_forward_{i}"] = _residual(feed_forward, config.feed_forward_weight)
+    features = config.dim
+    if config.pooling == "mean":
+        steps["pooling"] = TokenMean(config.tokens)
+    else:
+        steps["pooling"] = nn.Flatten()
+        features *= config.tokens
+    if config.readout is not None:
+        steps["readout"] = SpectralLinear(features, config.readout, mode="normalize")
+        steps["activation"] = MaxMin()
+        features = config.readout
+    steps["head"] = head = nn.Linear(features, config.classes)
+    nn.init.normal_(head.weight, std=0.02)
+    nn.init.zeros_(head.bias)
+    return steps
+
+
+def _residual(branch: nn.Module, weight: float) -> nn.Module:
+    return branch if weight == 1.0 else ConvexResidual(branch, weight)
+
+
+def _attention(config: VisionTransformerConfig) -> nn.Module:
+    if config.variant == "dot_product":
+        return DotProductSelfAttention(
+            config.dim, config.num_heads, logit_coeff=config.logit_coeff, value_coeff=1.0
+        )
+    attention = L2MultiheadAttention(
+        config.dim,
+        config.num_heads,
+        batch_first=True,
+        value_proj=False,
+        causal=False,
+        max_len=config.tokens,
+    )
+    # A random matrix divided by its norm has a typical gain of 1/2, an orthogonal one of 1.
+    nn.init.orthogonal_(attention.q_proj.weight)
+    nn.init.orthogonal_(attention.out_proj.weight)
+    return Contractive(attention, 1.0, norm="l2")
+
+
+@register_bound(VisionTransformer)
+def _(model: VisionTransformer, ask: Ask) -> Bound:
+    body = ask.child(model.body, "body")
+    return Bound(body.value, "from images to logits", (body,))

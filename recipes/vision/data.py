@@ -1,0 +1,248 @@
+"""Images to classify: scikit-learn's digits (no network), MNIST and CIFAR-10."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from torch import Generator, Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from recipes.vision.files import read_idx, read_labels, read_sheet
+from training.errors import BadInput
+
+
+class Pictures(NamedTuple):
+    """Images (N, C, H, W) as uint8 and their labels (N,) as int64."""
+
+    images: Tensor
+    labels: Tensor
+
+    def part(self, index: Tensor | slice) -> Pictures:
+        """Some of them."""
+        return Pictures(self.images[index], self.labels[index])
+
+
+@dataclass(frozen=True)
+class About:
+    """What is known of a data set.
+
+    Attributes:
+        image_size: pixels in each direction.
+        channels: 1 or 3.
+        white: the largest value of a pixel, which becomes 1.
+        mean: of the training pixels in [0, 1], for each channel.
+        std: over all channels: one number, since the certificate divides by the smallest.
+    """
+
+    image_size: int
+    channels: int
+    white: int
+    mean: tuple[float, ...]
+    std: float
+    classes: int = 10
+
+
+ABOUT = {
+    "digits": About(8, 1, 16, (0.305,), 0.376),
+    "mnist": About(28, 1, 255, (0.131,), 0.308),
+    "cifar10": About(32, 3, 255, (0.491, 0.482, 0.447), 0.251),
+}
+
+
+def digits() -> tuple[Pictures, Pictures]:
+    """The 1797 images of scikit-learn: four fifths to train with, the rest to judge by."""
+    from sklearn.datasets import load_digits
+
+    bunch = load_digits()
+    every = Pictures(
+        torch.as_tensor(bunch.images).to(torch.uint8)[:, None], torch.as_tensor(bunch.target).long()
+    )
+    order = torch.randperm(len(every.labels), generator=Generator().manual_seed(0))
+    cut = len(order) * 4 // 5
+    return every.part(order[:cut]), every.part(order[cut:])
+
+
+def from_directory(name: str, directory: str | Path) -> tuple[Pictures, Pictures]:
+    """Training and test images of the files that `recipes.vision.fetch` unpacks."""
+    folder = Path(directory)
+    if not folder.is_dir():
+        raise BadInput(f"--data.directory must be a directory, got {str(directory)!r}; fill one with "
+                       f"python -m recipes.vision.fetch {name} {folder}")  # fmt: skip
+    if name == "mnist":
+        train, test = (
+            Pictures(
+                read_idx(folder / f"{part}-images-idx3-ubyte")[:, None],
+                read_idx(folder / f"{part}-labels-idx1-ubyte").long(),
+            )
+            for part in ("train", "t10k")
+        )
+        return train, test
+    sheets = [read_sheet(folder / f"data_batch_{i}.png") for i in range(1, 6)]
+    return (
+        Pictures(torch.cat(sheets), read_labels(folder / "train_lables.json")),
+        Pictures(read_sheet(folder / "test_batch.png"), read_labels(folder / "test_lables.json")),
+    )
+
+
+def from_hub(path: str, channels: int) -> tuple[Pictures, Pictures]:
+    """Training and test images of a data set with an image and a label in each row, by `datasets`."""
+    import datasets
+    import numpy as np
+
+    def pictures(split: str) -> Pictures:
+        rows: Any = datasets.load_dataset(path, split=split)
+        image = next((n for n, kind in rows.features.items() if isinstance(kind, datasets.Image)), None)
+        if image is None or "label" not in rows.features:
+            raise BadInput(f"{path} needs an image and a label in each row, has {list(rows.features)}")
+        mode = "L" if channels == 1 else "RGB"
+        stack = np.stack([np.asarray(picture.convert(mode)) for picture in rows[image]])
+        images = torch.from_numpy(stack).unflatten(2, (stack.shape[2],))
+        images = images[:, None] if channels == 1 else images.permute(0, 3, 1, 2).contiguous()
+        return Pictures(images, torch.tensor(rows["label"], dtype=torch.int64))
+
+    return pictures("train"), pictures("test")
+
+
+class Shown(Dataset[tuple[Tensor, Tensor]]):
+    """Images in [0, 1] with their labels, a whole batch at once, moved and mirrored if asked.
+
+    Args:
+        pictures: what to show.
+        white: the value that becomes 1.
+        shift: most pixels that an image is moved by, in each direction, with black beyond its edges.
+        mirror: turn every other image round.
+    """
+
+    def __init__(self, pictures: Pictures, white: int, shift: int = 0, mirror: bool = False) -> None:
+        self.pictures, self.white, self.shift, self.mirror = pictures, white, shift, mirror
+
+    def __len__(self) -> int:
+        return len(self.pictures.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, Tensor]]:
+        images, labels = self.pictures.part(torch.tensor(indices))
+        x = self.moved(images.float() / self.white)
+        return list(zip(x, labels, strict=True))
+
+    def moved(self, x: Tensor) -> Tensor:
+        """Each image moved and mirrored at random, (B, C, H, W)."""
+        count, _, height, width = x.shape
+        if self.mirror:
+            flip = torch.rand(count, 1, 1, 1) < 0.5
+            x = torch.where(flip, x.flip(-1), x)
+        if self.shift:
+            reach = 2 * self.shift + 1
+            top, left = torch.randint(reach, (2, count))
+            padded = F.pad(x, (self.shift,) * 4)
+            row = (top[:, None] + torch.arange(height))[:, None, :, None]
+            column = (left[:, None] + torch.arange(width))[:, None, None, :]
+            sample = torch.arange(count)[:, None, None, None]
+            x = padded[sample, torch.arange(x.shape[1])[None, :, None, None], row, column]
+        return x
+
+
+class ImageData(L.LightningDataModule):
+    """Images to train on, to follow the training by, and to judge by.
+
+    A tenth of the training images (at most 5000) is held out for validation; the test images are used
+    by the report alone.
+
+    Args:
+        name: "digits" (scikit-learn), "mnist" or "cifar10".
+        directory: of the files of MNIST or CIFAR-10, see recipes/vision/fetch.py.
+        hub: a data set by its name on the hub or by a local path, read by `datasets`, instead.
+        batch_size: images of a batch.
+        shift: most pixels that training images are moved by, in each direction.
+        mirror: mirror every other training image.
+        train_images: use only so many training images.
+        test_images: judge by the first so many test images.
+    """
+
+    def __init__(
+        self,
+        name: str = "digits",
+        directory: str | None = None,
+        hub: str | None = None,
+        batch_size: int = 128,
+        shift: int = 0,
+        mirror: bool = False,
+        train_images: int | None = None,
+        test_images: int | None = None,
+    ) -> None:
+        super().__init__()
+        if name not in ABOUT:
+            raise BadInput(f"--data.name must be one of {', '.join(ABOUT)}, got {name!r}")
+        given = [option for option in (directory, hub) if option is not None]
+        if (name == "digits" and given) or len(given) > 1:
+            raise BadInput(
+                "--data.directory or --data.hub says where mnist and cifar10 are; digits need none. Got "
+                f"name={name}, directory={directory}, hub={hub}"
+            )
+        self.name, self.directory, self.hub = name, directory, hub
+        self.batch_size, self.shift, self.mirror = batch_size, shift, mirror
+        self.train_images, self.test_images = train_images, test_images
+        self.about = ABOUT[name]
+        self.parts: dict[str, Pictures] = {}
+
+    def setup(self, stage: str) -> None:
+        """Reads the images, once."""
+        if self.parts:
+            return
+        if self.name == "digits":
+            train, test = digits()
+        elif self.directory is not None:
+            train, test = from_directory(str(self.name), self.directory)
+        elif self.hub is not None:
+            train, test = from_hub(self.hub, self.about.channels)
+        else:
+            raise BadInput(
+                f"{self.name} needs --data.directory (python -m recipes.vision.fetch {self.name} "
+                "DIRECTORY fills one) or --data.hub"
+            )
+        for pictures in (train, test):
+            self._check(pictures)
+        held_out = min(5000, len(train.labels) // 10)
+        seen = train.part(slice(held_out, None)).part(slice(self.train_images))
+        self.parts = {
+            "train": seen,
+            "val": train.part(slice(held_out)),
+            "test": test.part(slice(self.test_images)),
+        }
+
+    def _check(self, pictures: Pictures) -> None:
+        size, channels = self.about.image_size, self.about.channels
+        images, labels = pictures
+        if images.shape[1:] != (channels, size, size) or len(images) != len(labels):
+            raise BadInput(
+                f"{self.name} has images {(channels, size, size)} and as many labels, got "
+                f"{tuple(images.shape)} and {len(labels)} labels"
+            )
+        if len(labels) == 0 or not 0 <= int(labels.min()) <= int(labels.max()) < self.about.classes:
+            raise BadInput(f"labels of {self.name} must be 0..{self.about.classes - 1}")
+
+    def images(self, part: str, count: int | None = None) -> tuple[Tensor, Tensor]:
+        """The first images of a part, in [0, 1], and their labels."""
+        pictures = self.parts[part].part(slice(count))
+        return pictures.images.float() / self.about.white, pictures.labels
+
+    def train_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
+        """Batches of images and labels in random order."""
+        shown = Shown(self.parts["train"], self.about.white, self.shift, self.mirror)
+        size = min(self.batch_size, len(shown))
+        return DataLoader(shown, size, shuffle=True, drop_last=True)
+
+    def val_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
+        """The held-out training images."""
+        return DataLoader(Shown(self.parts["val"], self.about.white), self.batch_size)
+
+    def test_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
+        """The test images."""
+        return DataLoader(Shown(self.parts["test"], self.about.white), self.batch_size)

@@ -1,0 +1,98 @@
+"""Projected gradient ascent in the l2 norm: how much of a model's accuracy an attack takes away.
+
+Source: Madry et al. 2018. What it finds is an upper bound of the robust accuracy; a certificate is a
+lower bound, so that PGD accuracy is never below certified accuracy.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+import lipformer as lf
+
+
+def lead(logits: Tensor, labels: Tensor) -> Tensor:
+    """The label's logit less the largest other one, (B, K), (B,) -> (B,): negative if misclassified."""
+    own = logits.gather(1, labels[:, None])
+    rest = logits.scatter(1, labels[:, None], -torch.inf)
+    return (own - rest.amax(1, keepdim=True)).squeeze(1)
+
+
+def within(x: Tensor, centre: Tensor, eps: float) -> Tensor:
+    """x moved into the ball of radius eps around the centre, and into [0, 1].
+
+    Clipping does not leave the ball: the centre lies in [0, 1], a convex set.
+    """
+    way = x - centre
+    length = way.flatten(1).double().norm(dim=1).clamp_min(1e-30)
+    # A little less than eps, so that rounding does not lead out of the ball.
+    factor = (eps * (1.0 - 1e-6) / length).clamp_max(1.0).to(x.dtype)
+    return (centre + factor[:, None, None, None] * way).clamp(0.0, 1.0)
+
+
+def pgd(
+    model: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    eps: float,
+    *,
+    steps: int = 20,
+    restarts: int = 2,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """The worst images found within eps: (B, C, H, W), as the images.
+
+    The first start is the image, the others are random points of the ball's surface. Each step goes
+    2.5 eps / steps down the gradient of the lead; the worst point on the way is kept.
+
+    Args:
+        model: images to logits, in eval mode.
+        images: (B, C, H, W) in [0, 1].
+        labels: (B,).
+        eps: radius in the l2 norm.
+        steps: of each start.
+        restarts: number of starts.
+        generator: of the random starts, on the CPU.
+    """
+    if eps < 0 or steps < 1 or restarts < 1:
+        raise ValueError(f"eps must be >= 0, steps and restarts >= 1, got {eps}, {steps} and {restarts}")
+    worst, best = images, torch.full((len(images),), torch.inf, device=images.device)
+    with torch.enable_grad(), lf.frozen(model):
+        for start in range(restarts):
+            x = images
+            if start:
+                noise = torch.randn(images.shape, generator=generator).to(images)
+                length = noise.flatten(1).norm(dim=1)[:, None, None, None]
+                x = within(images + eps * noise / length, images, eps)
+            for step in range(steps + 1):
+                x = x.detach().requires_grad_()
+                leads = lead(model(x), labels)
+                worse = leads.detach() < best
+                best = torch.where(worse, leads.detach(), best)
+                worst = torch.where(worse[:, None, None, None], x.detach(), worst)
+                if step < steps:
+                    (slope,) = torch.autograd.grad(leads.sum(), x)
+                    length = slope.flatten(1).norm(dim=1).clamp_min(1e-30)[:, None, None, None]
+                    x = within(x.detach() - 2.5 * eps / steps * slope / length, images, eps)
+    return worst
+
+
+def pgd_accuracy(
+    model: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    eps: float,
+    *,
+    steps: int = 20,
+    restarts: int = 2,
+    batch_size: int = 500,
+) -> float:
+    """The part of the images that the model gets right at the worst points found."""
+    generator = torch.Generator().manual_seed(0)
+    right = 0
+    for x, y in zip(images.split(batch_size), labels.split(batch_size), strict=True):
+        found = pgd(model, x, y, eps, steps=steps, restarts=restarts, generator=generator)
+        with torch.no_grad():
+            right += int((lead(model(found), y) > 0).sum())
+    return right / len(images)

@@ -1,0 +1,206 @@
+"""Certified radii of small classifiers, against attacks that try to change their answers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lipformer as lf
+from lipformer.analysis import (
+    AttentionMaps,
+    certified_accuracy,
+    certified_radius,
+    is_certified,
+)
+from lipformer.layers._bake import Scaled
+from recipes.analysis.lofast import random_maps
+
+F64 = torch.float64
+
+
+class Attention(nn.Module):
+    """Dot-product attention that says which maps it is made of."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        maps = random_maps("unit-norm", dim, heads)
+        self.logits = nn.Parameter(maps.logits.float())
+        self.values = nn.Parameter(maps.values.float())
+
+    def attention_maps(self) -> AttentionMaps:
+        return AttentionMaps(self.logits, self.values)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention_maps()(x)
+
+
+class Tokens(nn.Module):
+    """Images (B, 1, 4, 4) to 4 tokens of 4 pixels."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.reshape(len(x), 4, 4)
+
+
+@lf.register_bound(Tokens)
+def _(module: Tokens, ask: object) -> float:
+    return 1.0
+
+
+def classifier(kind: str = "dot") -> nn.Sequential:
+    def attention() -> nn.Module:
+        if kind == "l2":
+            layer = lf.L2MultiheadAttention(6, 2, batch_first=True, value_proj=False)
+            return lf.Contractive(layer, seq_len=4)
+        return nn.Sequential(lf.BallProjection(3.0), Attention(6, 2))
+
+    return nn.Sequential(
+        Tokens(),
+        nn.Linear(4, 6),
+        lf.ConvexResidual(attention()),
+        lf.ConvexResidual(lf.FeedForward(6, 8)),
+        lf.Residual(attention()),
+        nn.Flatten(),
+        nn.Linear(24, 3),
+    ).eval()
+
+
+def labelled(model: nn.Module, count: int) -> tuple[Tensor, Tensor]:
+    images = torch.rand(count, 1, 4, 4)
+    return images, model(images).argmax(1)
+
+
+def least_margin(model: nn.Module, images: Tensor, labels: Tensor, eps: Tensor, steps: int) -> Tensor:
+    """The least f_y - max f_j that projected gradient descent finds within eps, (B,)."""
+    shape = (-1, 1, 1, 1)
+    best = torch.full((len(images),), torch.inf, dtype=images.dtype)
+    for _ in range(3):
+        e = torch.randn_like(images)
+        e = e * (eps / e.flatten(1).norm(dim=1)).view(shape)
+        for _ in range(steps):
+            e.requires_grad_()
+            logits = model(images + e)
+            own = logits.gather(1, labels[:, None])[:, 0]
+            others = logits.scatter(1, labels[:, None], -torch.inf).amax(1)
+            best = torch.minimum(best, (own - others).detach())
+            (slope,) = torch.autograd.grad((own - others).sum(), e)
+            e = e.detach() - slope * (0.5 * eps / slope.flatten(1).norm(dim=1).clamp_min(1e-30)).view(
+                shape
+            )
+            e = e * (eps / e.flatten(1).norm(dim=1).clamp_min(1e-30)).clamp_max(1.0).view(shape)
+    return best
+
+
+@pytest.mark.parametrize("kind", ["dot", "l2"])
+def test_no_attack_beats_the_radius(kind: str) -> None:
+    model = classifier(kind)
+    images, labels = labelled(model, 24)
+    radius = certified_radius(model, images, labels)
+    assert radius.shape == (24,)
+    assert bool((radius > 0).float().mean() > 0.9)
+    wide, where = model.double(), images.double()
+    assert bool((least_margin(wide, where, labels, radius, steps=30) > 0).all())
+    # Negative control: somewhat further out the same attack changes answers.
+    assert bool((least_margin(wide, where, labels, 20 * radius + 0.1, steps=30) < 0).any())
+
+
+def test_the_radius_is_where_the_certificate_ends() -> None:
+    model = classifier()
+    images, labels = labelled(model, 10)
+    radius = certified_radius(model, images, labels, tol=1e-4)
+    assert bool(is_certified(model, images, labels, radius).all())
+    assert not bool(is_certified(model, images, labels, radius + 2e-4).any())
+    torch.testing.assert_close(radius, certified_radius(model, images, labels, tol=1e-4, batch_size=3))
+
+
+def test_wrong_answers_have_radius_zero() -> None:
+    model = classifier()
+    images, labels = labelled(model, 10)
+    wrong = labels.clone()
+    wrong[::2] = (labels[::2] + 1) % 3
+    radius = certified_radius(model, images, wrong)
+    assert bool((radius[::2] == 0).all())
+    assert bool((radius[1::2] > 0).any())
+    assert certified_accuracy(model, images, wrong, [0.0, 1e-6, 100.0]) == [0.5, 0.5, 0.0]
+
+
+def test_a_linear_model_has_its_distance_to_the_border() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 3))
+    images, labels = labelled(model, 20)
+    radius = certified_radius(model, images, labels, tol=1e-5)
+    logits, weight = model(images), model[1].weight
+    apart = (weight[labels][:, None] - weight).norm(dim=-1)
+    distance = (logits.gather(1, labels[:, None]) - logits) / apart
+    exact = distance.masked_fill(apart == 0, torch.inf).amin(1).double()
+    torch.testing.assert_close(radius, exact, rtol=0.0, atol=3e-5)
+    assert certified_radius(model, images, labels, max_radius=1e-6, tol=1e-9).tolist() == [1e-6] * 20
+
+
+def test_heads_may_be_bounded_scaled_nested_or_not_linear() -> None:
+    images, labels = torch.rand(8, 1, 4, 4), torch.zeros(8, dtype=torch.long)
+    head = lf.SpectralLinear(16, 3)
+    plain = nn.Sequential(nn.Flatten(), head)
+    labels = plain(images).argmax(1)
+    radius = certified_radius(plain, images, labels, tol=1e-6)
+    for other in (
+        nn.Sequential(nn.Flatten(), Scaled(head, torch.tensor(7.0))),
+        nn.Sequential(nn.Identity(), nn.Sequential(nn.Flatten(), nn.Sequential(head))),
+    ):
+        found = certified_radius(other, images, labels, tol=1e-6)
+        torch.testing.assert_close(found, radius, rtol=0.0, atol=1e-5)
+    looser = certified_radius(nn.Sequential(nn.Flatten(), head, nn.Identity()), images, labels, tol=1e-6)
+    assert bool((looser <= radius + 1e-6).all())
+    assert bool((looser > 0).any())
+
+
+def test_a_body_counts_if_it_is_the_model() -> None:
+    class Whole(nn.Module):
+        def __init__(self, factor: float) -> None:
+            super().__init__()
+            self.body = classifier()
+            self.factor = factor
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.body(self.factor * x)
+
+    model = Whole(1.0).eval()
+    images, labels = labelled(model, 4)
+    torch.testing.assert_close(
+        certified_radius(model, images, labels), certified_radius(model.body, images, labels)
+    )
+    with pytest.raises(ValueError, match="something else than its body"):
+        certified_radius(Whole(10.0).eval(), images, labels)
+    with pytest.raises(TypeError, match=r"must be an nn\.Sequential"):
+        certified_radius(nn.Linear(2, 2), torch.rand(1, 2), torch.tensor([0]))
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = classifier()
+    images, labels = labelled(model, 4)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    certified_radius(model, images, labels)
+    for name, value in model.state_dict().items():
+        assert value.dtype == before[name].dtype
+        assert torch.equal(value, before[name])
+
+
+def test_dropout_and_bad_arguments_are_refused() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Dropout(0.1), nn.Linear(16, 3))
+    images, labels = torch.rand(2, 1, 4, 4), torch.tensor([0, 1])
+    with pytest.raises(ValueError, match=r"call model\.eval\(\)"):
+        certified_radius(model, images, labels)
+    model.eval()
+    for change, message in (
+        ({"labels": torch.tensor([0])}, "labels must be integers"),
+        ({"labels": torch.tensor([0.0, 1.0])}, "labels must be integers"),
+        ({"labels": torch.tensor([0, 3])}, "labels must lie in 0..2"),
+        ({"max_radius": 0.0}, "max_radius"),
+        ({"tol": -1.0}, "tol"),
+        ({"batch_size": 0}, "batch_size"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            certified_radius(model, **{"images": images, "labels": labels, **change})
+    with pytest.raises(ValueError, match="eps must be finite"):
+        is_certified(model, images, labels, -1.0)
+    with pytest.raises(ValueError, match="at least one image"):
+        certified_accuracy(model, images[:0], labels[:0], [0.1])

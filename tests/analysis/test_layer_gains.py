@@ -1,0 +1,256 @@
+"""Gains of attention layers: right, cheap, and not what the published script measured."""
+
+from __future__ import annotations
+
+import csv
+import math
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lipformer as lf
+from lipformer.analysis import AttentionProbe, GainRow, GainTable, layer_gains, probe_attention
+from lipformer.certificate._jacobian_products import Linearization
+from tests.analysis.models import VOCABULARY, Nested, hugging_face, spread
+
+IDS = torch.arange(3, 12) * 7 % VOCABULARY
+
+
+def dense_gain(fn: Any, x: Tensor) -> float:
+    """The largest singular value of the whole Jacobian, built entry by entry in float64."""
+    jacobian = torch.autograd.functional.jacobian(fn, x.double()).reshape(-1, x.numel())
+    return float(torch.linalg.matrix_norm(jacobian, ord=2))
+
+
+def in_double(probe: AttentionProbe) -> Any:
+    maps = probe.maps()
+    assert maps is not None
+    return lambda x: maps.double()(x, probe.mask)
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt2", "distilbert"])
+@pytest.mark.parametrize("output_projection", [True, False])
+def test_gains_are_those_of_the_dense_jacobian(kind: str, output_projection: bool) -> None:
+    model = hugging_face(kind)
+    sequences = [IDS[:2], IDS[:5], IDS]
+    options: dict[str, Any] = {"output_projection": output_projection}
+    found = layer_gains(model, sequences, generator=torch.Generator().manual_seed(0), **options)
+    assert [(row.sequence, row.index, row.n) for row in found.rows] == [
+        (s, i, n) for s, n in enumerate((2, 5, 9)) for i in range(2)
+    ]
+    for row in found.rows:
+        probe = probe_attention(model, sequences[row.sequence], **options)[row.index]
+        assert row.converged
+        assert row.gain == pytest.approx(dense_gain(in_double(probe), probe.tokens), rel=1e-5)
+        assert row.radius == pytest.approx(float(probe.tokens.norm(dim=-1).max()))
+        assert row.bound is not None
+        assert row.gain <= row.bound
+
+
+def test_nested_model_padding_and_bounds() -> None:
+    model = spread(Nested())
+    padded = torch.zeros(2, 9, dtype=torch.long)
+    padded[0], padded[1, :4] = IDS, IDS[:4]
+    apart = layer_gains(model, [IDS, IDS[:4]], bound="min", generator=torch.Generator().manual_seed(0))
+    padding = torch.Generator().manual_seed(0)
+    together = layer_gains(model, padded, lengths=[9, 4], bound="min", generator=padding)
+    assert together == apart
+    padding = torch.Generator().manual_seed(0)
+    whole = layer_gains(model, padded, bound=None, generator=padding)  # padding taken for text
+    assert abs(whole.rows[2].gain / apart.rows[2].gain - 1) > 1e-2
+    for row in apart.rows:
+        assert row.bound is not None
+        assert row.gain <= row.bound < 100 * row.gain
+
+
+def test_logits_with_positions_have_a_gain_and_no_bound() -> None:
+    config = lf.models.LanguageModelConfig(
+        vocab_size=VOCABULARY,
+        dim=24,
+        num_heads=3,
+        num_layers=1,
+        variant="dot_product",
+        positions="alibi",
+    )
+    model = spread(lf.models.LanguageModel(config)).double()
+    (row,) = layer_gains(model, IDS[None]).rows
+    (layer,) = [m for m in model.modules() if type(m).__name__ == "DotProductAttention"]
+    x = probe_attention(model, IDS)[0].tokens
+    assert row.gain == pytest.approx(dense_gain(lambda x: layer.eval()(x[None])[0], x), rel=1e-5)
+    assert row.bound is None
+
+
+def power_iteration(fn: Any, x: Tensor, tol: float) -> int:
+    """Products with J until the rule by which Lanczos stops: |J^T J v - s^2 v| <= 2 tol s^2."""
+    jacobian = Linearization(fn, x)
+    v = torch.randn(x.shape, generator=torch.Generator().manual_seed(1), dtype=x.dtype)
+    for products in range(1, 5000):
+        v = v / v.norm()
+        image = jacobian.jvp(v)
+        square = image.square().sum()
+        back = jacobian.vjp(image)
+        if float((back - square * v).norm()) <= 2 * tol * float(square):
+            return products
+        v = back
+    raise AssertionError("power iteration did not converge")
+
+
+def test_lanczos_needs_fewer_products_than_power_iteration() -> None:
+    model, counts = hugging_face("gpt2").double(), []
+    for start in range(4):
+        ids, generator = (IDS + 5 * start) % VOCABULARY, torch.Generator().manual_seed(1)
+        table = layer_gains(model, [ids], restarts=1, bound=None, generator=generator)
+        for probe, row in zip(probe_attention(model, ids), table.rows, strict=True):
+            assert row.gain == pytest.approx(dense_gain(probe, probe.tokens), rel=1e-5)
+            counts.append((row.products, power_iteration(probe, probe.tokens, 1e-4)))
+    assert all(lanczos < power for lanczos, power in counts), counts
+    assert sum(power for _, power in counts) > 2 * sum(lanczos for lanczos, _ in counts), counts
+
+
+# The published script's four defects: each gives another number.
+
+
+def test_residual_and_layer_norm_are_not_attention() -> None:
+    model = hugging_face("bert")
+    row = layer_gains(model, [IDS], bound=None).rows[0]
+    x = probe_attention(model, IDS)[0].tokens
+    block = model.eval().double().encoder.layer[0].attention
+    assert abs(dense_gain(lambda x: block(x[None])[0][0], x) / row.gain - 1) > 0.05
+
+
+def test_the_causal_mask_matters() -> None:
+    model = hugging_face("gpt2")
+    row = layer_gains(model, [IDS], bound=None).rows[0]
+    x = probe_attention(model, IDS)[0].tokens
+    layer = model.eval().double().transformer.h[0].attn
+    assert not layer.training
+    # Called without the model around it, eager GPT-2 attention gets no mask at all.
+    assert abs(dense_gain(lambda x: layer(x[None])[0][0], x) / row.gain - 1) > 0.05
+
+
+def test_dropout_is_off() -> None:
+    model = hugging_face("gpt2")  # in training mode, dropout 0.5
+    start = torch.Generator().manual_seed(0)
+    table = layer_gains(model, [IDS], bound=None, generator=start)
+    assert table == layer_gains(model.eval(), [IDS], bound=None, generator=start.manual_seed(0))
+    x = probe_attention(model, IDS)[0].tokens
+    layer = model.train().double().transformer.h[0].attn
+    mask = torch.full((9, 9), -math.inf, dtype=torch.float64).triu(1)[None, None]
+    noisy = lf.estimate_lipschitz(lambda x: layer(x[None], attention_mask=mask)[0][0], x.double()).value
+    assert abs(noisy / table.rows[0].gain - 1) > 0.05
+
+
+def test_the_tolerance_is_relative() -> None:
+    model = hugging_face("gpt2").double()
+    for parameter in model.transformer.h[0].attn.c_proj.parameters():
+        parameter.mul_(1e-3)
+    probe, row = probe_attention(model, IDS)[0], layer_gains(model, [IDS], bound=None).rows[0]
+    truth = dense_gain(probe, probe.tokens)
+    assert truth < 0.1
+    assert row.gain == pytest.approx(truth, rel=1e-5)
+    jacobian, last = Linearization(probe, probe.tokens), math.inf
+    v = torch.ones_like(probe.tokens)
+    while True:  # power iteration with an absolute tolerance
+        v = jacobian.vjp(image := jacobian.jvp(v / v.norm()))
+        if abs(float(image.norm()) - last) < 1e-3:
+            break
+        last = float(image.norm())
+    assert float(image.norm()) < 0.99 * truth
+
+
+def row(layer: int, n: int, gain: float, **changes: Any) -> GainRow:
+    values: dict[str, Any] = {
+        "radius": 2.0 * n,
+        "bound": None,
+        "products": 9,
+        "converged": True,
+        **changes,
+    }
+    return GainRow(sequence=n, layer=f"h.{layer}", index=layer, n=n, gain=gain, **values)
+
+
+def test_exponents() -> None:
+    table = GainTable(tuple(row(layer, n, 3 * n**layer) for layer in (0, 1) for n in (2, 5, 11, 40)))
+    for layer, fit in enumerate(table.exponents()):
+        assert (fit.layer, fit.rows) == (f"h.{layer}", 4)
+        assert fit.exponent == pytest.approx(layer, abs=1e-12)
+        assert fit.error == pytest.approx(0, abs=1e-7)
+        assert fit.factor == pytest.approx(3)
+    # Against scipy, on points that lie on no line.
+    stats = pytest.importorskip("scipy.stats")
+    points = [(2, 1.0), (3, 1.9), (7, 1.7), (20, 4.0), (50, 3.0)]
+    (fit,) = GainTable(tuple(row(0, n, g) for n, g in points)).exponents("radius")
+    line = stats.linregress([math.log(2 * n) for n, _ in points], [math.log(g) for _, g in points])
+    assert fit.exponent == pytest.approx(line.slope)
+    assert fit.error == pytest.approx(line.stderr)
+    assert math.isnan(GainTable((row(0, 2, 1.0), row(0, 4, 2.0))).exponents()[0].error)
+
+
+def test_exponents_refuse() -> None:
+    with pytest.raises(ValueError, match="two different values of n, got 4"):
+        GainTable((row(0, 4, 1.0), row(0, 4, 2.0))).exponents()
+    with pytest.raises(ValueError, match="zero has no logarithm"):
+        GainTable((row(0, 4, 1.0), row(0, 5, 0.0))).exponents()
+    with pytest.raises(ValueError, match="got 'depth'"):
+        GainTable((row(0, 4, 1.0),)).exponents("depth")
+
+
+def test_files(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    table = GainTable((row(0, 2, 1.0), row(0, 4, 1.5, bound=2.0), row(1, 2, 1.0), row(1, 8, 1.1)))
+    table.to_csv(tmp_path / "gains.csv")
+    with (tmp_path / "gains.csv").open(newline="") as file:
+        read = list(csv.DictReader(file))
+    assert [float(line["gain"]) for line in read] == [1.0, 1.5, 1.0, 1.1]
+    assert [line["bound"] for line in read] == ["", "2.0", "", ""]
+    frame = table.to_pandas()
+    assert list(frame["n"]) == [2, 4, 2, 8]
+    table.plot(tmp_path / "gains.png", title="a title")
+    assert (tmp_path / "gains.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["gains.csv", "gains.png"]
+    before = (tmp_path / "gains.png").read_bytes()
+    with pytest.raises(ValueError, match="two different values"):
+        GainTable((row(0, 2, 1.0),)).plot(tmp_path / "gains.png")
+    assert (tmp_path / "gains.png").read_bytes() == before
+    with pytest.raises(FileNotFoundError, match="no directory"):
+        table.to_csv(tmp_path / "nowhere" / "gains.csv")
+
+
+def test_progress_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("rich")
+    layer_gains(spread(Nested()), IDS[None], progress=True)
+    assert "1.0/1" in capsys.readouterr().out
+
+
+def test_bad_input() -> None:
+    model = spread(Nested())
+    with pytest.raises(ValueError, match=r"got torch.int64 \(9,\)"):
+        layer_gains(model, IDS)
+    with pytest.raises(ValueError, match="got none"):
+        layer_gains(model, [])
+    with pytest.raises(ValueError, match="one for each of 1 sequences, got 2"):
+        layer_gains(model, [IDS], lengths=[3, 4])
+    with pytest.raises(ValueError, match="in 1..9, got 10"):
+        layer_gains(model, [IDS], lengths=[10])
+    with pytest.raises(ValueError, match="got 'best'"):
+        layer_gains(model, [IDS], bound="best")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in kilobytes on Linux")
+def test_long_sequences_need_no_dense_matrix() -> None:
+    # N = 512, D = 768, 12 heads: a dense Jacobian would have (N D)^2 entries, 620 GB.
+    torch.manual_seed(0)
+    layer = nn.MultiheadAttention(768, 12, batch_first=True).requires_grad_(False)
+    x = torch.randn(1, 512, 768)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    (row,) = layer_gains(layer, x, bound=None, generator=torch.Generator().manual_seed(0)).rows
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    assert row.converged
+    assert row.products < 100
+    assert grown < 1500, f"{grown:.0f} MB"

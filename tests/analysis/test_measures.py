@@ -1,0 +1,254 @@
+"""Attention on measures: it sees the measure alone, and its W2 gains are reached by moves and splits."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from scipy.optimize import linprog
+from torch import Tensor, nn
+
+import lipformer as lf
+from lipformer.analysis import (
+    AttentionMaps,
+    attention_maps,
+    measure_attention,
+    measure_gain,
+    measure_gain_estimate,
+    split_attack,
+    split_gain,
+)
+from lipformer.analysis import _measures as measures
+from tests.analysis.jacobians import gains, normal, one_head, random_maps
+
+Attention = AttentionMaps | nn.Module
+
+
+def l2_layer(value_proj: bool, dim: int = 4, heads: int = 2) -> lf.L2MultiheadAttention:
+    layer = lf.L2MultiheadAttention(
+        dim, heads, batch_first=True, value_proj=value_proj, dtype=torch.float64
+    )
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter)
+    return layer.requires_grad_(False).eval()
+
+
+def dot_layer(dim: int = 4, heads: int = 2) -> nn.MultiheadAttention:
+    layer = nn.MultiheadAttention(dim, heads, batch_first=True, dtype=torch.float64)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter)
+    return layer.requires_grad_(False).eval()
+
+
+LAYERS = {
+    "maps": lambda: random_maps(2, 4, 3, bias=True),
+    "torch": dot_layer,
+    "l2 lean": lambda: l2_layer(False),
+    "l2 paper": lambda: l2_layer(True),
+}
+every_layer = pytest.mark.parametrize("name", LAYERS)
+
+
+def random_weights(*shape: int) -> Tensor:
+    return torch.rand(*shape, dtype=torch.float64) + 0.05
+
+
+def wasserstein(x: Tensor, a: Tensor, y: Tensor, b: Tensor) -> float:
+    """W2 of two clouds by linear programming."""
+    cost = (x[:, None] - y).square().sum(-1)
+    n, m = cost.shape
+    rows = torch.eye(n).repeat_interleave(m, 1)
+    columns = torch.eye(m).repeat(1, n)
+    # In units of the largest cost, for the solver's absolute tolerances.
+    unit = float(cost.max())
+    result = linprog(
+        (cost / unit).flatten().numpy(),
+        A_eq=torch.cat([rows, columns])[:-1].numpy(),
+        b_eq=torch.cat([a, b])[:-1].numpy(),
+        options={"dual_feasibility_tolerance": 1e-10, "primal_feasibility_tolerance": 1e-10},
+    )
+    assert result.success, result.message
+    return math.sqrt(result.fun * unit)
+
+
+@every_layer
+def test_equal_weights_are_the_layer(name: str) -> None:
+    layer, x = LAYERS[name](), normal(3, 5, 4)
+    expected = layer(x) if isinstance(layer, AttentionMaps) else layer(x, x, x)[0]
+    torch.testing.assert_close(measure_attention(layer, x, torch.ones(5)), expected)
+    torch.testing.assert_close(measure_attention(layer, x, torch.full((3, 5), 7.0)), expected)
+
+
+@every_layer
+def test_a_doubled_token_of_half_the_weight_changes_nothing(name: str) -> None:
+    layer = LAYERS[name]()
+    for _ in range(20):
+        x, a = normal(5, 4), random_weights(5)
+        k = int(torch.randint(5, ()))
+        doubled, halved = torch.cat([x, x[k, None]]), torch.cat([a, a[k, None] / 2])
+        halved[k] /= 2
+        image, split = measure_attention(layer, x, a), measure_attention(layer, doubled, halved)
+        torch.testing.assert_close(split[:5], image)
+        torch.testing.assert_close(split[5], image[k])
+        gain, after = split_gain(layer, x, a), split_gain(layer, doubled, halved)
+        torch.testing.assert_close(after, gain)
+        # The control: without halving, it is another measure.
+        other = measure_attention(layer, doubled, torch.cat([a, a[k, None]]))
+        assert (other[:5] - image).abs().max() > 1e-9
+
+
+@every_layer
+def test_weights_are_numbers_of_copies(name: str) -> None:
+    layer, x = LAYERS[name](), normal(3, 4)
+    copies = torch.tensor([1, 3, 2])
+    repeated = x.repeat_interleave(copies, dim=0)
+    expected = measure_attention(layer, repeated, torch.ones(6))
+    image = measure_attention(layer, x, copies.double()).repeat_interleave(copies, dim=0)
+    torch.testing.assert_close(image, expected)
+
+
+def test_three_tokens() -> None:
+    """The case of the notes: 2.398 without, 2.667 with splitting."""
+    x, a = torch.tensor([[2.0], [-2.0], [0.0]], dtype=torch.float64), torch.ones(3)
+    assert float(measure_gain(one_head(-1.0), x, a)) == pytest.approx(2.398, abs=5e-4)
+    assert float(split_gain(one_head(-1.0), x, a)) == pytest.approx(8 / 3, rel=1e-12)
+    attack = split_attack(one_head(-1.0), x, a, step=1e-4)
+    assert attack.token == 2
+    assert attack.gain == pytest.approx(8 / 3, rel=1e-12)
+    assert attack.ratio == pytest.approx(8 / 3, rel=1e-6)
+
+
+@every_layer
+def test_equal_weights_have_the_plain_gain(name: str) -> None:
+    layer, x = LAYERS[name](), normal(2, 4, 4)
+    plain = gains(lambda y: measure_attention(layer, y, torch.ones(4)), x)
+    torch.testing.assert_close(measure_gain(layer, x, torch.ones(4)), plain)
+    if isinstance(layer, AttentionMaps | nn.MultiheadAttention):
+        torch.testing.assert_close(plain, gains(attention_maps(layer), x))
+
+
+@every_layer
+def test_batches_and_the_estimate(name: str) -> None:
+    layer, x, a = LAYERS[name](), normal(2, 2, 5, 4), random_weights(2, 2, 5)
+    batch = measure_gain(layer, x, a)
+    assert batch.shape == split_gain(layer, x, a).shape == (2, 2)
+    torch.testing.assert_close(measure_gain(layer, x[1, 0], 9 * a[1, 0]), batch[1, 0])
+    estimate = measure_gain_estimate(layer, x[1, 0], a[1, 0], generator=torch.Generator().manual_seed(0))
+    assert estimate.value == pytest.approx(float(batch[1, 0]), rel=1e-5)
+    assert estimate.value <= float(batch[1, 0]) * (1 + 1e-9)
+
+
+@every_layer
+def test_finite_moves_reach_the_gain_in_w2(name: str) -> None:
+    """Along the top direction W2 grows by the gain, measured by linear programming."""
+    layer, x, a = LAYERS[name](), normal(4, 4), random_weights(4)
+    a = a / a.sum()
+    estimate = measure_gain_estimate(layer, x, a, generator=torch.Generator().manual_seed(0))
+    moved = x + 1e-4 * estimate.direction / a.sqrt()[:, None]
+    images = [measure_attention(layer, y, a) for y in (x, moved)]
+    ratio = wasserstein(images[0], a, images[1], a) / wasserstein(x, a, moved, a)
+    assert ratio == pytest.approx(float(measure_gain(layer, x, a)), rel=1e-2)
+
+
+@every_layer
+def test_finite_splits_reach_the_gain_in_w2(name: str) -> None:
+    layer, x, a = LAYERS[name](), normal(4, 4), random_weights(4)
+    a = a / a.sum()
+    attack = split_attack(layer, x, a, step=1e-4)
+    assert attack.ratio == pytest.approx(attack.gain, rel=1e-2)
+    k, move = attack.token, attack.step * attack.direction
+    moved = torch.cat([x[:k], x[k : k + 1] + move, x[k + 1 :], x[k : k + 1] - move])
+    halved = torch.cat([a, a[k, None] / 2])
+    halved[k] /= 2
+    before, after = measure_attention(layer, x, a), measure_attention(layer, moved, halved)
+    ratio = wasserstein(before, a, after, halved) / wasserstein(x, a, moved, halved)
+    assert ratio == pytest.approx(attack.ratio, rel=1e-3)
+    assert attack.ratio <= ratio * (1 + 1e-6)
+
+
+def test_query_jacobians_are_covariances() -> None:
+    """sum_h A_h C_i W_h for dot products, sum_h 2 t_h W_h C_i M_h for L2 attention."""
+    x, a = normal(5, 4), random_weights(5)
+    maps = random_maps(3, 4, 2, bias=True)
+    scores = (x @ maps.logits + maps.offset[:, None]) @ x.mT + a.log()
+    centred, weights = _centred(scores, x.expand(3, 5, 4))
+    expected = torch.einsum(
+        "hde,hij,hije,hijf,hfo->iod", maps.logits, weights, centred, centred, maps.values
+    )
+    torch.testing.assert_close(measures._query_jacobians(maps, x, a), expected)
+
+    layer = l2_layer(False)
+    heads = layer.q_proj.weight.reshape(2, 2, 4).mT
+    y = x @ heads
+    scores = -layer.temperature * torch.cdist(y, y).square() + a.log()
+    centred, weights = _centred(scores, y)
+    scaled = 2 * layer.temperature * heads
+    expected = torch.einsum(
+        "hde,hij,hije,hijf,hfo->iod", scaled, weights, centred, centred, layer.output_matrix()
+    )
+    torch.testing.assert_close(measures._query_jacobians(layer, x, a), expected)
+
+
+def _centred(scores: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    weights = scores.softmax(-1)
+    return y[:, None] - (weights @ y)[:, :, None], weights
+
+
+def test_random_moves_with_copies_never_pass_the_split_gain() -> None:
+    """Any copies of any tokens, moved in any way: the doubled cloud has the gain of the formula."""
+    reached = []
+    for k in range(60):
+        heads, n, dim = 1 + k % 4, 2 + k % 4, 1 + k % 3
+        maps, x, a = (
+            random_maps(heads, dim, dim, bias=k % 2 == 0, scale=2.0),
+            normal(n, dim),
+            random_weights(n),
+        )
+        bound = float(split_gain(maps, x, a))
+        cuts = 0.1 + 0.8 * torch.rand(n, dtype=torch.float64)
+        doubled = float(measure_gain(maps, torch.cat([x, x]), torch.cat([a * cuts, a * (1 - cuts)])))
+        # Two copies of every token suffice, so that this is the split gain itself.
+        assert doubled == pytest.approx(bound, rel=1e-9)
+        reached.append(bound / float(measure_gain(maps, x, a)))
+    assert max(reached) > 1.02, "splitting must matter somewhere"
+    assert min(reached) >= 1 - 1e-12
+
+
+def test_a_wide_step_reports_what_it_reaches() -> None:
+    x, a = torch.tensor([[2.0], [-2.0], [0.0]], dtype=torch.float64), torch.ones(3)
+    ratios = [split_attack(one_head(-1.0), x, a, step=step).ratio for step in (1e-3, 0.5, 5.0)]
+    assert ratios == sorted(ratios, reverse=True)
+    assert ratios[-1] < 1.5
+
+
+def test_single_precision_and_gradients() -> None:
+    layer = lf.L2MultiheadAttention(4, 2, value_proj=False)
+    x = torch.randn(5, 4, requires_grad=True)
+    image = measure_attention(layer, x, torch.ones(5))
+    assert image.dtype == torch.float32
+    image.sum().backward()
+    assert layer.q_proj.weight.grad is not None
+    assert x.grad is not None
+    assert measure_gain(layer, x, torch.ones(5)).dtype == torch.float64
+
+
+def test_bad_input() -> None:
+    x = normal(3, 1)
+    with pytest.raises(ValueError, match="positive and finite, got a least one of 0.0"):
+        measure_attention(one_head(1.0), x, torch.tensor([1.0, 0.0, 1.0]))
+    with pytest.raises(ValueError, match=r"weights must be .* got \(2,\)"):
+        measure_gain(one_head(1.0), x, torch.ones(2))
+    with pytest.raises(ValueError, match="got causal maps"):
+        measure_attention(one_head(1.0, causal=True), x, torch.ones(3))
+    layer = lf.L2MultiheadAttention(4, 2, causal=True, positions="alibi")
+    with pytest.raises(ValueError, match="causal=True, positions='alibi'"):
+        measure_attention(layer, torch.zeros(3, 4), torch.ones(3))
+    with pytest.raises(ValueError, match="4100 tokens of width 1"):
+        measure_gain(one_head(1.0), normal(4100, 1), torch.ones(4100))
+    with pytest.raises(ValueError, match=r"one cloud \(N, D\), got \(2, 3, 1\)"):
+        split_attack(one_head(1.0), normal(2, 3, 1), torch.ones(3))
+    with pytest.raises(ValueError, match="step must be positive, got 0"):
+        split_attack(one_head(1.0), x, torch.ones(3), step=0.0)
+    with pytest.raises(TypeError, match="got Linear"):
+        measure_attention(nn.Linear(1, 1), x, torch.ones(3))

