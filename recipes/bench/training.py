@@ -1,0 +1,109 @@
+"""Training speed of the language models: characters per second, and as a share of dot_product's.
+
+    python -m recipes.bench.training [--seconds 120] [--out FILE.json]
+
+Each small recipe of recipes/ptb takes whole training steps (forward, backward, clipping, AdamW) on
+random symbols, in turn with all others. A share is the median over turns of the baseline's time by the
+variant's, with quartiles. It takes two minutes on two CPU cores; leave the machine alone meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import rich
+import torch
+import torch.nn.functional as F
+import yaml
+from rich.table import Table
+
+from lipformer.models import LanguageModel, LanguageModelConfig
+from recipes.bench.attention import environment
+from recipes.bench.timing import Samples, interleave
+from training.optimisers import adamw
+
+RECIPES = Path(__file__).resolve().parents[1] / "ptb" / "small"
+BASELINE = "dot_product"
+_VOCABULARY = 50
+_TRAINING = ("schedule", "lr", "warmup", "weight_decay")
+
+
+def model_of(recipe: Path, block: int) -> LanguageModel:
+    """The model that a recipe trains."""
+    options: dict[str, Any] = yaml.safe_load(recipe.read_text(encoding="utf-8"))["model"]
+    shape = {name: value for name, value in options.items() if name not in _TRAINING}
+    return LanguageModel(LanguageModelConfig(vocab_size=_VOCABULARY, max_len=block, **shape))
+
+
+def training_step(
+    model: LanguageModel, batch: int, block: int
+) -> Callable[[Callable[[], float]], float]:
+    """A function that takes one whole training step and returns its time by the clock it is given."""
+    optimiser = adamw(model, 1e-4, 0.01, (0.9, 0.999))
+    symbols = torch.randint(_VOCABULARY, (batch, block + 1))
+    model.initialize(symbols[:, :-1])
+    model.train()
+
+    def step(clock: Callable[[], float]) -> float:
+        start = clock()
+        logits = model(symbols[:, :-1])
+        F.cross_entropy(logits.flatten(0, 1), symbols[:, 1:].flatten()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimiser.step()
+        optimiser.zero_grad()
+        return clock() - start
+
+    return step
+
+
+def report(samples: Samples, symbols: int) -> dict[str, dict[str, float]]:
+    """Characters per second and shares of the baseline's, by recipe."""
+    found = {}
+    for name in samples.seconds:
+        ratio = samples.ratio(BASELINE, name)
+        assert ratio is not None
+        found[name] = {
+            "characters_per_second": symbols / samples.median(name),
+            "share": ratio.median,
+            "low": ratio.low,
+            "high": ratio.high,
+        }
+    return found
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measures, prints the table and writes the JSON."""
+    parser = argparse.ArgumentParser(
+        "python -m recipes.bench.training", description="Training speed of the language models."
+    )
+    parser.add_argument("--seconds", type=float, default=120.0, help="of measuring")
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--block", type=int, default=128)
+    parser.add_argument("--out", type=Path, default=Path("report/bench/training.json"))
+    options = parser.parse_args(argv)
+    torch.manual_seed(0)
+    torch.set_flush_denormal(True)
+    steps = {
+        path.stem: training_step(model_of(path, options.block), options.batch, options.block)
+        for path in sorted(RECIPES.glob("*.yaml"))
+    }
+    samples = interleave(steps, seconds=options.seconds, min_repetitions=2)
+    rows = report(samples, options.batch * options.block)
+    table = Table("recipe", "characters per second", f"share of {BASELINE}'s", "quartiles")
+    for name, row in sorted(rows.items(), key=lambda item: -item[1]["share"]):
+        quartiles = f"{row['low']:.3f} to {row['high']:.3f}"
+        table.add_row(name, f"{row['characters_per_second']:,.0f}", f"{row['share']:.3f}", quartiles)
+    rich.print(table)
+    print(f"undisturbed: {samples.quiet_share():.0%} of the measurements")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    document = {"environment": environment(), "quiet_share": samples.quiet_share(), "rows": rows}
+    options.out.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    print(f"written to {options.out}")
+
+
+if __name__ == "__main__":
+    main()
