@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lipformer.models._entries import is_number, known_entries, one_of
+
 POSITIONS = ("alibi", "rotary", "sinusoidal", "none")
 NORM_PLACES = ("pre", "post", "none")
 CONTRACTION_NORMS = ("self", "l2", "token", "linf")
@@ -95,7 +97,7 @@ class LanguageModelConfig:
     vocabulary: str | None = None
 
     def __post_init__(self) -> None:
-        _one_of("variant", self.variant, tuple(VARIANT_OPTIONS))
+        one_of("variant", self.variant, tuple(VARIANT_OPTIONS))
         own = VARIANT_OPTIONS[self.variant]
         for name in _OPTIONAL:
             if name not in own and getattr(self, name) is not None:
@@ -104,7 +106,7 @@ class LanguageModelConfig:
                     f"{getattr(self, name)!r}; beside those of all variants it has {', '.join(own)}"
                 )
         if self.bound is not None:
-            _one_of("bound", self.bound, ("kim2021",))
+            one_of("bound", self.bound, ("kim2021",))
             own = {**own, **_KIM2021}
         for name, value in {"positions": "alibi", "hidden": self._default_hidden(), **own}.items():
             if getattr(self, name) is None:
@@ -126,25 +128,25 @@ class LanguageModelConfig:
             raise ValueError(
                 f"dim must be a multiple of num_heads, got dim={self.dim}, num_heads={self.num_heads}"
             )
-        if not _is_number(self.dropout) or not 0.0 <= self.dropout < 1.0:
+        if not is_number(self.dropout) or not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout must be in [0, 1), got {self.dropout!r}")
         for name in ("query_scale", "coeff", "head_coeff"):
             value = getattr(self, name)
-            if value is not None and (not _is_number(value) or not 0.0 < value < math.inf):
+            if value is not None and (not is_number(value) or not 0.0 < value < math.inf):
                 raise ValueError(f"{name} must be positive and finite, got {value!r}")
         if self.variant == "invertible" and not (self.coeff or 1.0) < 1.0:
             raise ValueError(f"coeff must be below 1 in an invertible model, got {self.coeff!r}")
 
     def _check_choices(self) -> None:
-        _one_of("positions", self.positions, POSITIONS)
+        one_of("positions", self.positions, POSITIONS)
         if self.norm_place is not None:
             allowed = ("pre", "none") if self.variant == "lipschitz" else NORM_PLACES
-            _one_of("norm_place", self.norm_place, allowed)
+            one_of("norm_place", self.norm_place, allowed)
         if self.norm is not None:
             # The map from input to logits of the lipschitz variant is bounded in the l2 norm or the
             # token norm; a bound of each token's effect on itself alone would not bound it.
             without_self = self.variant == "lipschitz"
-            _one_of("norm", self.norm, CONTRACTION_NORMS[1 if without_self else 0 :])
+            one_of("norm", self.norm, CONTRACTION_NORMS[1 if without_self else 0 :])
         for name in ("value_proj", "token_shift"):
             if not isinstance(getattr(self, name), (bool, type(None))):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
@@ -163,7 +165,7 @@ class LanguageModelConfig:
         if (
             not isinstance(given, (list, tuple))
             or len(given) != self.num_heads
-            or not all(_is_number(s) and 1e-30 < s < 1e30 for s in given)
+            or not all(is_number(s) and 1e-30 < s < 1e30 for s in given)
         ):
             raise ValueError(f"slopes must be {self.num_heads} positive numbers, got {given!r}")
         object.__setattr__(self, "slopes", tuple(float(s) for s in given))
@@ -197,23 +199,4 @@ class LanguageModelConfig:
         Raises:
             ValueError: an entry is unknown, missing or wrong; it says which.
         """
-        if not isinstance(entries, Mapping):
-            raise ValueError(f"a config is a mapping of names to values, got {type(entries).__name__}")
-        fields = dataclasses.fields(cls)
-        known = [field.name for field in fields]
-        unknown = [str(name) for name in entries if name not in known]
-        if unknown:
-            raise ValueError(f"unknown entries {', '.join(unknown)}; allowed are {', '.join(known)}")
-        missing = [name for name in ("variant", "vocab_size") if name not in entries]
-        if missing:
-            raise ValueError(f"missing entries: {', '.join(missing)}")
-        return cls(**entries)
-
-
-def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+        return cls(**known_entries(cls, entries))

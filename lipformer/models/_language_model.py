@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections import OrderedDict
 from collections.abc import Iterator
-from os import PathLike
 from typing import Any
 
 import torch
@@ -14,15 +13,14 @@ from torch import Tensor, nn
 from lipformer.certificate import Ask, Bound, register_bound
 from lipformer.flows import InvertibleResidual
 from lipformer.layers import frozen, step_module
-from lipformer.layers._bake import Bakeable
-from lipformer.models import _pretrained as pretrained
 from lipformer.models._config import LanguageModelConfig
 from lipformer.models._generate import check_sampling, draw
 from lipformer.models._parts import sinusoids
+from lipformer.models._saved_model import SavedModel
 from lipformer.models._variants import BODIES
 
 
-class LanguageModel(Bakeable):
+class LanguageModel(SavedModel):
     """A causal Transformer over symbols: tokens to the logits of the next one.
 
     ``body`` maps embedded tokens to logits, and :func:`lipformer.certify` of the model bounds exactly
@@ -46,6 +44,9 @@ class LanguageModel(Bakeable):
         >>> lf.certify(model).bound
         32.0
     """
+
+    config_class = LanguageModelConfig
+    config: LanguageModelConfig
 
     def __init__(self, config: LanguageModelConfig) -> None:
         super().__init__()
@@ -179,27 +180,6 @@ class LanguageModel(Bakeable):
                 f"max_len is {self.config.max_len}, got a prompt of {prompt.shape[1]} tokens and "
                 f"max_new={max_new}; with positions='alibi' any length is allowed"
             )
-
-    def save_pretrained(self, directory: str | PathLike[str]) -> None:
-        """Writes ``model.safetensors`` and ``config.json`` (needs the package safetensors)."""
-        pretrained.save(directory, self.config, self.state_dict())
-
-    @classmethod
-    def from_pretrained(
-        cls, directory: str | PathLike[str], device: torch.device | str = "cpu"
-    ) -> LanguageModel:
-        """The model of :meth:`save_pretrained`, in eval mode; nothing is unpickled.
-
-        Raises:
-            FileNotFoundError: a file is missing.
-            ValueError: a file is damaged, or not one of ours; it says which and how.
-        """
-        config, tensors = pretrained.load(directory, LanguageModelConfig)
-        generator_state = torch.get_rng_state()
-        model = cls(config)
-        torch.set_rng_state(generator_state)
-        pretrained.fill(model, tensors, directory)
-        return model.to(device).eval()
 
     def extra_repr(self) -> str:
         return f"variant={self.config.variant!r}, positions={self.config.positions!r}"

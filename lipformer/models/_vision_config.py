@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lipformer.models._entries import is_number, known_entries, one_of
+
 VARIANTS = ("dot_product", "l2")
 POOLINGS = ("flatten", "mean")
 _SIZES = ("image_size", "channels", "patch", "classes", "dim", "num_heads", "num_layers", "hidden")
-_REQUIRED = ("variant", "image_size", "channels", "patch", "classes")
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,8 @@ class VisionTransformerConfig:
     logit_coeff: float | None = None
 
     def __post_init__(self) -> None:
-        _one_of("variant", self.variant, VARIANTS)
-        _one_of("pooling", self.pooling, POOLINGS)
+        one_of("variant", self.variant, VARIANTS)
+        one_of("pooling", self.pooling, POOLINGS)
         if self.hidden is None and isinstance(self.dim, int):
             object.__setattr__(self, "hidden", 2 * self.dim)
         self._check_sizes()
@@ -73,9 +74,9 @@ class VisionTransformerConfig:
         self._check_ball()
         for name in ("attention_weight", "feed_forward_weight"):
             value = getattr(self, name)
-            if not _is_number(value) or not 0.0 < value <= 1.0:
+            if not is_number(value) or not 0.0 < value <= 1.0:
                 raise ValueError(f"{name} must be in (0, 1], got {value!r}")
-        if not _is_number(self.position_std) or not 0.0 <= self.position_std < math.inf:
+        if not is_number(self.position_std) or not 0.0 <= self.position_std < math.inf:
             raise ValueError(f"position_std must be finite and >= 0, got {self.position_std!r}")
 
     def _check_sizes(self) -> None:
@@ -106,7 +107,7 @@ class VisionTransformerConfig:
             if (
                 not isinstance(given, (list, tuple))
                 or len(given) != self.channels
-                or not all(_is_number(v) and math.isfinite(v) for v in given)
+                or not all(is_number(v) and math.isfinite(v) for v in given)
                 or (name == "std" and not all(v > 0 for v in given))
             ):
                 kind = "positive numbers" if name == "std" else "numbers"
@@ -121,7 +122,7 @@ class VisionTransformerConfig:
                 raise ValueError(f"the variant {self.variant!r} has no option {name}, got {value!r}")
             if own and value is None:
                 object.__setattr__(self, name, default)
-            elif own and (not _is_number(value) or not 0.0 < value < math.inf):
+            elif own and (not is_number(value) or not 0.0 < value < math.inf):
                 raise ValueError(f"{name} must be positive and finite, got {value!r}")
 
     @property
@@ -141,22 +142,4 @@ class VisionTransformerConfig:
         Raises:
             ValueError: an entry is unknown, missing or wrong; it says which.
         """
-        if not isinstance(entries, Mapping):
-            raise ValueError(f"a config is a mapping of names to values, got {type(entries).__name__}")
-        known = [field.name for field in dataclasses.fields(cls)]
-        unknown = [str(name) for name in entries if name not in known]
-        if unknown:
-            raise ValueError(f"unknown entries {', '.join(unknown)}; allowed are {', '.join(known)}")
-        missing = [name for name in _REQUIRED if name not in entries]
-        if missing:
-            raise ValueError(f"missing entries: {', '.join(missing)}")
-        return cls(**entries)
-
-
-def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+        return cls(**known_entries(cls, entries))

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from os import PathLike
 
-import torch
 from torch import Tensor, nn
 
 from lipformer.certificate import Ask, Bound, register_bound
@@ -18,14 +16,13 @@ from lipformer.layers import (
     MaxMin,
     SpectralLinear,
 )
-from lipformer.layers._bake import Bakeable
-from lipformer.models import _pretrained as pretrained
+from lipformer.models._saved_model import SavedModel
 from lipformer.models._self_attention import DotProductSelfAttention
 from lipformer.models._vision_config import VisionTransformerConfig
 from lipformer.models._vision_parts import Patches, PixelNorm, Positions, TokenMean
 
 
-class VisionTransformer(Bakeable):
+class VisionTransformer(SavedModel):
     r"""Images with pixels in [0, 1] to the logits of their classes.
 
     All but the attention has a known constant: patches that do not overlap, an embedding of norm 1,
@@ -45,7 +42,7 @@ class VisionTransformer(Bakeable):
         body: images (B, C, H, W) to logits (B, K), an nn.Sequential of single steps.
 
     Example:
-        >>> import lipformer as lf
+        >>> import torch, lipformer as lf
         >>> _ = torch.manual_seed(0)
         >>> model = VisionTransformer(VisionTransformerConfig("l2", 8, 1, 2, classes=10, dim=16))
         >>> model(torch.rand(3, 1, 8, 8)).shape
@@ -53,6 +50,9 @@ class VisionTransformer(Bakeable):
         >>> lf.certify(model.body[:-1]).bound
         1.0
     """
+
+    config_class = VisionTransformerConfig
+    config: VisionTransformerConfig
 
     def __init__(self, config: VisionTransformerConfig) -> None:
         super().__init__()
@@ -73,27 +73,6 @@ class VisionTransformer(Bakeable):
     def features(self, images: Tensor) -> Tensor:
         """The head's input: (B, C, H, W) -> (B, F)."""
         return self.body[:-1](images)
-
-    def save_pretrained(self, directory: str | PathLike[str]) -> None:
-        """Writes ``model.safetensors`` and ``config.json`` (needs the package safetensors)."""
-        pretrained.save(directory, self.config, self.state_dict())
-
-    @classmethod
-    def from_pretrained(
-        cls, directory: str | PathLike[str], device: torch.device | str = "cpu"
-    ) -> VisionTransformer:
-        """The model of :meth:`save_pretrained`, in eval mode; nothing is unpickled.
-
-        Raises:
-            FileNotFoundError: a file is missing.
-            ValueError: a file is damaged, or not one of ours; it says which and how.
-        """
-        config, tensors = pretrained.load(directory, VisionTransformerConfig)
-        generator_state = torch.get_rng_state()
-        model = cls(config)
-        torch.set_rng_state(generator_state)
-        pretrained.fill(model, tensors, directory)
-        return model.to(device).eval()
 
     def extra_repr(self) -> str:
         return f"variant={self.config.variant!r}, {self.config.tokens} tokens"
