@@ -1,0 +1,78 @@
+"""What the recipes' command lines share: LightningCLI with one directory for all output."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.loggers import CSVLogger
+
+TRAINER: dict[str, Any] = {
+    "accelerator": "auto",
+    "devices": 1,
+    "gradient_clip_val": 1.0,
+    "check_val_every_n_epoch": None,
+    "log_every_n_steps": 10,
+    "num_sanity_val_steps": 0,
+    # The report keeps the last weights, in a run of any length.
+    "enable_checkpointing": False,
+}
+
+
+class RecipeCLI(LightningCLI):
+    """fit, validate and test, with CSV logs beside the rest of the output."""
+
+    def __init__(
+        self,
+        model: type[L.LightningModule],
+        data: type[L.LightningDataModule],
+        *,
+        trainer_defaults: dict[str, Any],
+        **kwargs: Any,
+    ) -> None:
+        prepare_process()
+        super().__init__(
+            model,
+            data,
+            seed_everything_default=0,
+            trainer_defaults={**TRAINER, **trainer_defaults},
+            save_config_kwargs={"overwrite": True},
+            # Plain values in checkpoints, so that they load without unpickling classes.
+            load_from_checkpoint_support=False,
+            **kwargs,
+        )
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Lightning's but for predict: these models have nothing to predict."""
+        commands = LightningCLI.subcommands()
+        return {name: commands[name] for name in ("fit", "validate", "test")}
+
+    def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
+        """The trainer with CSV logs in the output directory, unless another logger is asked for."""
+        settings = self._get(self.config_init, "trainer")
+        if settings["logger"] is None:
+            kwargs["logger"] = CSVLogger(settings["default_root_dir"], name="logs")
+        return super().instantiate_trainer(**kwargs)
+
+
+def prepare_process() -> None:
+    """Flushes denormals, and silences remarks that do not concern a reader of the output."""
+    # Before the threads start: far keys give denormal weights, which slow CPUs down.
+    torch.set_flush_denormal(True)
+    for remark in (
+        # The data is in memory already: worker processes would only slow it down.
+        ".*does not have many workers.*",
+        # A run that goes on begins its epoch anew: some samples come again, which does no harm.
+        ".*dataloader is not resumable.*",
+        # Lightning's own use of torch.
+        ".*isinstance.treespec, LeafSpec.*",
+        # LightningCLI compares the arguments it gets with those of the process.
+        ".*LightningCLI's args parameter.*",
+    ):
+        warnings.filterwarnings("ignore", message=remark)
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
