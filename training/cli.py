@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import ProgressBar, RichProgressBar
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
 from training.checkpoints import CheckpointFiles, read_checkpoint
@@ -21,6 +22,9 @@ from training.module import LanguageModule
 from training.monitors import CertificateMonitor, InversionMonitor, TextSample, Throughput
 from training.report import Report
 from training.safety import checkpoint_callbacks
+
+# The directories that this process made for its run, until it is over.
+_claimed: list[Path] = []
 
 # How launchers tell a process which of several it is.
 _RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
@@ -39,6 +43,7 @@ def claim_directory(root: str | os.PathLike[str]) -> Path:
         except FileExistsError:
             number += 1
         else:
+            _claimed.append(folder / str(number))
             return folder / str(number)
 
 
@@ -55,11 +60,24 @@ def loggers(root: str | Path) -> list[Logger]:
 class Progress(RichProgressBar):
     """Lightning's rich progress bar with the losses alone: the run's number is in its path."""
 
+    def _get_train_description(self, current_epoch: int) -> str:
+        """Without the number of epochs, which is -1 in runs of a number of steps."""
+        return f"Epoch {current_epoch}"
+
     def get_metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Any:
         """Without `v_num`."""
         metrics = super().get_metrics(trainer, pl_module)
         metrics.pop("v_num", None)
         return metrics
+
+
+class SaveConfig(SaveConfigCallback):
+    """The configuration of a fit, in its own directory; other commands leave no files."""
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Writes config.yaml."""
+        if stage == "fit":
+            super().setup(trainer, pl_module, stage)
 
 
 class TrainingCLI(LightningCLI):
@@ -144,8 +162,21 @@ def run(arguments: list[str] | None = None) -> TrainingCLI:
     # its own, which Lightning remarks on.
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
     warnings.filterwarnings("ignore", message="The dirpath has changed from.*")
+    warnings.filterwarnings("ignore", message="Be aware that when using `ckpt_path`.*")
     warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
     logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
+    try:
+        return _start(arguments)
+    except BadInput:
+        for folder in _claimed:  # nothing was trained: the number is free again
+            if not (folder / "checkpoints").exists():
+                shutil.rmtree(folder, ignore_errors=True)
+        raise
+    finally:
+        _claimed.clear()
+
+
+def _start(arguments: list[str] | None) -> TrainingCLI:
     return TrainingCLI(
         LanguageModule,
         CharacterData,
@@ -154,5 +185,6 @@ def run(arguments: list[str] | None = None) -> TrainingCLI:
         trainer_defaults={"enable_model_summary": False},
         # The module has an optimiser of its own.
         auto_configure_optimizers=False,
+        save_config_callback=SaveConfig,
         parser_kwargs={"prog": "python -m training", **{name: _help(name) for name in _ABOUT}},
     )

@@ -55,6 +55,7 @@ def from_encoder(encoder: nn.Module, vocabulary: str, max_len: int = 256) -> Lan
         hidden=first.up.out_features,
         max_len=max_len,
         norm_place="pre" if pre else "post",
+        token_shift=False,  # the encoder's attention saw whole tokens
         vocabulary=vocabulary,
     )
     model = LanguageModel(config)

@@ -66,8 +66,8 @@ class Report(L.Callback):
         if not trainer.is_global_zero:
             return
         folder.mkdir(parents=True, exist_ok=True)
-        draw(self.rows, folder)
-        text = summary(self.rows, pl_module, _speed(trainer), _text(trainer))
+        pictures = draw(self.rows, folder)
+        text = summary(self.rows, pl_module, _speed(trainer), _text(trainer), pictures)
         (folder / "report.md").write_text(text, encoding="utf-8")
         self._written = text, folder
 
@@ -84,8 +84,9 @@ def curve(rows: Sequence[Row], name: str) -> tuple[list[float], list[float]]:
     return [step for step, _ in points], [value for _, value in points]
 
 
-def draw(rows: Sequence[Row], folder: Path) -> None:
-    """Draws loss.png, bits.png and certificate.png; a curve without points is left out."""
+def draw(rows: Sequence[Row], folder: Path) -> list[str]:
+    """Draws loss.png, bits.png and certificate.png where there are points; returns what it drew."""
+    drawn = []
     import matplotlib
 
     matplotlib.use("Agg", force=False)
@@ -111,9 +112,13 @@ def draw(rows: Sequence[Row], folder: Path) -> None:
             axes.set(xlabel="step", ylabel=label, yscale=scale)
             axes.legend()
             figure.savefig(folder / f"{name}.png", dpi=120)
+            drawn.append(f"{name}.png")
+    return drawn
 
 
-def summary(rows: Sequence[Row], module: LanguageModule, speed: float, text: str) -> str:
+def summary(
+    rows: Sequence[Row], module: LanguageModule, speed: float, text: str, pictures: Sequence[str]
+) -> str:
     """The report as Markdown."""
     config = module.model.config
     parameters = sum(p.numel() for p in module.model.parameters())
@@ -139,7 +144,9 @@ def summary(rows: Sequence[Row], module: LanguageModule, speed: float, text: str
             lines.append(f"| {title} | none: the variant has no certificate | |")
     if math.isfinite(speed):
         lines.append(f"| training, characters per second | {speed:,.0f} | |")
-    lines += ["", "Pictures: `loss.png`, `bits.png`, `certificate.png`.", ""]
+    if pictures:
+        lines += ["", f"Pictures: {', '.join(f'`{name}`' for name in pictures)}."]
+    lines.append("")
     if text:
         lines += ["What it writes:", "", "```", text, "```", ""]
     return "\n".join(lines)

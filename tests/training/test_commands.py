@@ -90,9 +90,11 @@ def test_a_run_from_fit_to_export(command: Run, tiny: list[object], tmp_path: Pa
     last = run / "checkpoints" / "last.ckpt"
     assert (run / "checkpoints" / "best.ckpt").is_file()
 
-    code, out, _ = command("test", *tiny, "--ckpt_path", last)
-    assert code == 0
-    assert "test/bits" in out
+    for _ in range(2):  # the second time finds what the first has left: nothing
+        code, out, _ = command("test", *tiny, "--ckpt_path", last)
+        assert code == 0
+        assert "test/bits" in out
+    assert sorted(path.name for path in run.parent.iterdir()) == ["0"]
     code, out, _ = command("sample", last, "--prompt", "to be", "--max-new", 30, "--top-k", 3)
     assert code == 0
     assert out.startswith("to be")
@@ -108,6 +110,9 @@ def test_a_run_from_fit_to_export(command: Run, tiny: list[object], tmp_path: Pa
     code, _, _ = command("fit", *tiny, "--ckpt_path", last, *more)
     assert code == 0
     assert (tmp_path / "runs" / "1" / "report" / "report.md").is_file(), "no run is written over"
+    code, _, _ = command("fit", *tiny, "--ckpt_path", last, "--data.batch_size", 3)
+    assert code == 2
+    assert not (tmp_path / "runs" / "2").exists(), "a refused run leaves no directory"
 
 
 def test_help_is_readable(command: Run) -> None:
