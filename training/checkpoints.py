@@ -56,12 +56,14 @@ def read_checkpoint(path: str | os.PathLike[str], map_location: Any = "cpu") -> 
         pickle.UnpicklingError,
         zipfile.BadZipFile,
         KeyError,
+        ValueError,  # bytes that are no text, among others
     ) as error:
         reason = "it holds more than tensors and plain values, or is" if _is_whole(path) else "it is"
         raise BadInput(
             f"{str(path)!r} cannot be read: {reason} truncated or not a checkpoint"
         ) from error
-    if not isinstance(found, dict) or "lipformer" not in found or "state_dict" not in found:
+    parts = [found.get(name) for name in ("lipformer", "state_dict")] if isinstance(found, dict) else []
+    if not parts or not all(isinstance(part, dict) for part in parts):
         raise BadInput(f"{str(path)!r} is not the checkpoint of a lipformer language model")
     return found
 

@@ -96,6 +96,10 @@ class LanguageModule(L.LightningModule):
             )
         if not (0.0 < lr < math.inf):
             raise BadInput(f"--model.lr must be positive and finite, got {lr}")
+        if not (0.0 <= weight_decay < math.inf):
+            raise BadInput(f"--model.weight_decay must be finite and not negative, got {weight_decay}")
+        if not all(0.0 <= beta < 1.0 for beta in betas):
+            raise BadInput(f"--model.betas must lie in [0, 1), got {betas}")
         shape = {
             "dim": dim,
             "num_heads": num_heads,

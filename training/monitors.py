@@ -19,6 +19,7 @@ from lipformer.flows import NotConverged
 from lipformer.models import LanguageModel
 from training.checkpoints import whole_model
 from training.corpus import decode, encode
+from training.errors import BadInput
 from training.module import LanguageModule
 
 
@@ -153,6 +154,14 @@ class TextSample(L.Callback):
         self.enabled, self.prompt, self.length = enabled, prompt, length
         self.temperature, self.top_k = temperature, top_k
         self.text = ""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Refuses a prompt that the model cannot continue before it is trained."""
+        assert isinstance(pl_module, LanguageModule)
+        if self.enabled and self.prompt is not None:
+            if not self.prompt:
+                raise BadInput("--text.prompt must have at least one character, got ''")
+            encode(self.prompt, str(pl_module.model.config.vocabulary), "--text.prompt")
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Writes with a generator of its own: training draws the same numbers with and without."""

@@ -89,7 +89,7 @@ def _read_config(path: Path, kind: type[Config]) -> Config:
     name, called = FORMATS[kind]
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is truncated or no JSON file: {error}") from error
     if not isinstance(entries, dict) or entries.pop("format", None) != name:
         raise ValueError(f'{path} does not describe a lipformer {called} ("format": "{name}")')

@@ -154,6 +154,11 @@ def test_help_is_readable(command: Run) -> None:
         (["fit", "TINY", "--model.bound", "kim2021"], "'invertible' has no option bound"),
         (["fit", "TINY", "--ckpt_path", "CUT"], "truncated or not a checkpoint"),
         (["fit", "TINY", "--ckpt_path", "CKPT"], "checkpoint is of another model: its variant is"),
+        (["fit", "TINY", "--ckpt_path", "ODD"], "is not the checkpoint of a lipformer language model"),
+        (["fit", "TINY", "--text.prompt", ""], "--text.prompt must have at least one character"),
+        (["fit", "TINY", "--text.prompt", "€"], "--text.prompt has 1 characters that the model does"),
+        (["fit", "TINY", "--model.betas", "[2.0, 0.9]"], "--model.betas must lie in [0, 1), got"),
+        (["fit", "TINY", "--model.weight_decay", "-1"], "--model.weight_decay must be finite and not"),
         (["fit", "TINY", "--checkpoint_every", "0"], "--checkpoint_every must be at least 1, got 0"),
     ],
 )
@@ -163,7 +168,9 @@ def test_bad_input_is_told_in_one_line(
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").write_text("kept")
     (tmp_path / "cut.ckpt").write_bytes(checkpoint.read_bytes()[:900])
-    places = {"CKPT": checkpoint, "CUT": tmp_path / "cut.ckpt", "FULL": tmp_path / "full"}
+    torch.save({"lipformer": {}, "state_dict": []}, tmp_path / "odd.ckpt")
+    places = {"CKPT": checkpoint, "FULL": tmp_path / "full"}
+    places |= {"CUT": tmp_path / "cut.ckpt", "ODD": tmp_path / "odd.ckpt"}
     given: list[object] = []
     for argument in arguments:
         given += tiny if argument == "TINY" else [places.get(argument, argument)]
