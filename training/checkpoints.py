@@ -57,6 +57,9 @@ def read_checkpoint(path: str | os.PathLike[str], map_location: Any = "cpu") -> 
         zipfile.BadZipFile,
         KeyError,
         ValueError,  # bytes that are no text, among others
+        IndexError,
+        AttributeError,
+        TypeError,
     ) as error:
         reason = "it holds more than tensors and plain values, or is" if _is_whole(path) else "it is"
         raise BadInput(

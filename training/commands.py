@@ -22,7 +22,7 @@ def certify(arguments: list[str]) -> int:
     parser.add_argument("--length", type=_positive, default=32, help="tokens of the attacked sequence")
     parser.add_argument("--steps", type=_positive, default=20, help="of the attack")
     parser.add_argument("--restarts", type=_positive, default=8, help="of the attack")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=_seed, default=0)
     options = parser.parse_args(arguments)
     model = load_model(options.checkpoint)
     config = model.config
@@ -48,7 +48,7 @@ def sample(arguments: list[str]) -> int:
     parser.add_argument("--max-new", type=_positive, default=400, help="characters to write")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest")
     parser.add_argument("--top-k", type=_positive, help="draw among the k likeliest only")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=_seed, default=0)
     options = parser.parse_args(arguments)
     model = load_model(options.checkpoint)
     vocabulary = model.config.vocabulary
@@ -79,7 +79,11 @@ def export(arguments: list[str]) -> int:
         raise BadInput(f"a model is saved in a directory, got the file {options.directory!r}")
     if folder.is_dir() and any(folder.iterdir()) and not options.force:
         raise BadInput(f"{options.directory!r} is not empty; --force overwrites a model in it")
-    load_model(options.checkpoint).save_pretrained(folder)
+    model = load_model(options.checkpoint)
+    try:
+        model.save_pretrained(folder)
+    except OSError as error:
+        raise BadInput(f"{options.directory!r} cannot be written: {error}") from error
     print(f"saved in {folder}: lipformer.models.LanguageModel.from_pretrained({str(folder)!r})")
     return 0
 
@@ -94,4 +98,11 @@ def _positive(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return number
+
+
+def _seed(text: str) -> int:
+    number = int(text)
+    if not -(2**63) <= number < 2**63:
+        raise argparse.ArgumentTypeError(f"must be an integer of 64 bits, got {text}")
     return number

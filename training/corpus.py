@@ -46,15 +46,19 @@ def from_dir(path: str) -> datasets.DatasetDict:
     found = {split: _split_file(folder, split) for split in SPLITS}
     files = {split: str(file) for split, file in found.items() if file is not None}
     if "train" in files and "valid" in files:
+        for file in files.values():
+            _check_text(Path(file))
         return read("text", data_files={name: glob.escape(file) for name, file in files.items()})
     if files:
         raise BadInput(
             f"{path} needs train.txt and valid.txt (test.txt is optional), got "
             f"{', '.join(sorted(Path(file).name for file in files.values()))}"
         )
-    every = sorted(str(file) for file in folder.glob("*.txt"))
+    every = sorted(str(file) for file in folder.glob("*.txt") if file.is_file())
     if not every:
         raise BadInput(f"{path} has no text files; it needs train.txt, valid.txt, test.txt or any *.txt")
+    for file in every:
+        _check_text(Path(file))
     rows = read("text", data_files={"train": [glob.escape(file) for file in every]})
     return shared_out(rows["train"]["text"])
 
@@ -157,6 +161,16 @@ def _split_file(folder: Path, split: str) -> Path | None:
         if prefixed:
             return prefixed[0]
     return None
+
+
+def _check_text(file: Path) -> None:
+    """Raises unless a file holds some text in UTF-8."""
+    try:
+        empty = not file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInput(f"{file} must be a text file in UTF-8: {_first_line(error)}") from error
+    if empty:
+        raise BadInput(f"{file} is empty: it needs some text")
 
 
 def _text_column(rows: datasets.Dataset, name: str) -> datasets.Dataset:

@@ -14,6 +14,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 
+from lipformer.certificate import NotCertifiable
 from lipformer.models import LanguageModel, LanguageModelConfig
 from training import schedules
 from training.batches import mixed_seed
@@ -167,7 +168,15 @@ class LanguageModule(L.LightningModule):
             )
         except ValueError as error:
             raise BadInput(f"--model: {error}") from error
-        return LanguageModel(config)
+        if not config.any_length and config.max_len < self.data.block:
+            raise BadInput(
+                f"--model.max_len must be at least the block of {self.data.block} with these positions, "
+                f"got {config.max_len}"
+            )
+        try:
+            return LanguageModel(config)
+        except (ValueError, NotCertifiable) as error:
+            raise BadInput(f"--model: {error}") from error
 
     def _loaded(self) -> LanguageModel:
         assert self.pretrained is not None

@@ -17,6 +17,7 @@ from torch import Tensor
 import lipformer as lf
 from lipformer.flows import NotConverged
 from lipformer.models import LanguageModel
+from lipformer.models._generate import check_sampling
 from training.checkpoints import whole_model
 from training.corpus import decode, encode
 from training.errors import BadInput
@@ -60,6 +61,12 @@ def attacked_estimate(
     return found.value
 
 
+def _at_least_one(callback: str, **counts: int) -> None:
+    for name, count in counts.items():
+        if count < 1:
+            raise BadInput(f"--{callback}.{name} must be at least 1, got {count}")
+
+
 class CertificateMonitor(L.Callback):
     """Logs the certified constant beside an attacked lower estimate: the truth lies between them.
 
@@ -81,6 +88,9 @@ class CertificateMonitor(L.Callback):
         steps: int = 4,
         restarts: int = 4,
     ) -> None:
+        _at_least_one("certificate", length=length, steps=steps, restarts=restarts)
+        if norm not in ("l2", "token", "self", "linf"):
+            raise BadInput(f"--certificate.norm must be l2, token, self or linf, got {norm!r}")
         self.enabled, self.norm = enabled, norm
         self.length, self.steps, self.restarts = length, steps, restarts
 
@@ -107,6 +117,7 @@ class InversionMonitor(L.Callback):
     """
 
     def __init__(self, enabled: bool = True, length: int = 128) -> None:
+        _at_least_one("inversion", length=length)
         self.enabled, self.length = enabled, length
 
     @torch.no_grad()
@@ -156,9 +167,15 @@ class TextSample(L.Callback):
         self.text = ""
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Refuses a prompt that the model cannot continue before it is trained."""
+        """Refuses what it could not write with, before the model is trained."""
         assert isinstance(pl_module, LanguageModule)
-        if self.enabled and self.prompt is not None:
+        if not self.enabled:
+            return
+        try:
+            check_sampling(self.temperature, self.top_k, pl_module.model.config.vocab_size)
+        except ValueError as error:
+            raise BadInput(f"--text.{error}") from error
+        if self.prompt is not None:
             if not self.prompt:
                 raise BadInput("--text.prompt must have at least one character, got ''")
             encode(self.prompt, str(pl_module.model.config.vocabulary), "--text.prompt")

@@ -35,6 +35,9 @@ def draw(
     if temperature == 0.0 or top_k == 1:
         return logits.argmax(-1, keepdim=True)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    # The largest becomes 0: divided by a tiny temperature it stays so, and the others only fall.
+    wide = wide - wide.amax(-1, keepdim=True)
+    temperature = max(temperature, torch.finfo(wide.dtype).tiny)
     if top_k is None:
         return torch.multinomial((wide / temperature).softmax(-1), 1, generator=generator)
     best, tokens = wide.topk(top_k, dim=-1)

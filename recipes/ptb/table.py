@@ -61,10 +61,13 @@ def read_run(folder: Path) -> Run:
         rows = list(csv.DictReader(file))
 
     def column(name: str) -> tuple[float, ...]:
-        return tuple(float(row[name]) for row in rows if row.get(name))
+        try:
+            return tuple(float(row[name]) for row in rows if row.get(name))
+        except ValueError as error:
+            raise BadInput(f"{folder / 'metrics.csv'} is damaged: {error}") from error
 
     nats, inversion = column("val/nats"), column("inversion/error")
-    if not nats:
+    if not nats or not column("step"):
         raise BadInput(f"the run {str(folder)!r} has no validation: it has not ended")
     model = load_model(folder / "checkpoints" / "last.ckpt")
     return Run(
@@ -99,6 +102,7 @@ def table(runs: Sequence[Run]) -> str:
         found = by_variant[name]
         nats = [run.nats for run in found]
         bounds = [run.bounds[-1] for run in found if run.bounds]
+        estimates = [run.estimates[-1] for run in found if run.estimates]
         inversions = [run.inversion for run in found if run.inversion is not None]
         cells = [
             name,
@@ -108,7 +112,7 @@ def table(runs: Sequence[Run]) -> str:
             f"{mean[name] / 0.6931471805599453:.3f}",
             _share(mean, name),
             f"{max(bounds):.4g}" if bounds else "none",
-            f"{max(run.estimates[-1] for run in found if run.estimates):.3g}",
+            f"{max(estimates):.3g}" if estimates else "",
             f"{max(inversions):.1e}" if inversions else "",
             f"{statistics.median(run.speed for run in found):,.0f}",
         ]

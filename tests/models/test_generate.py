@@ -102,3 +102,11 @@ def test_no_new_token_is_the_prompt() -> None:
 def test_bad_requests_are_named(prompt: torch.Tensor, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build("dot_product rotary").generate(prompt, **{"max_new": 2, **options})
+
+
+def test_a_tiny_temperature_takes_the_likeliest() -> None:
+    model, prompt = build("l2_tied").eval(), tokens(2, 5)
+    expected = model.generate(prompt, 4, temperature=0.0)
+    for temperature in (1e-45, 1e-300):
+        assert torch.equal(model.generate(prompt, 4, temperature=temperature), expected)
+        assert torch.equal(model.generate(prompt, 4, temperature=temperature, top_k=3), expected)

@@ -157,6 +157,22 @@ def test_help_is_readable(command: Run) -> None:
         (["fit", "TINY", "--ckpt_path", "ODD"], "is not the checkpoint of a lipformer language model"),
         (["fit", "TINY", "--text.prompt", ""], "--text.prompt must have at least one character"),
         (["fit", "TINY", "--text.prompt", "€"], "--text.prompt has 1 characters that the model does"),
+        (["fit", "TINY", "--data.path", "EMPTY"], "valid.txt is empty: it needs some text"),
+        (["fit", "TINY", "--data.path", "LATIN"], "valid.txt must be a text file in UTF-8"),
+        (["fit", "TINY", "--text.top_k", "1000"], "--text.top_k must be None or an integer in 1.."),
+        (["fit", "TINY", "--certificate.norm", "l3"], "--certificate.norm must be l2, token, self"),
+        (["fit", "TINY", "--certificate.steps", "0"], "--certificate.steps must be at least 1, got 0"),
+        (["fit", "TINY", "--inversion.length", "0"], "--inversion.length must be at least 1, got 0"),
+        (
+            ["fit", "TINY", "--model.positions", "rotary", "--model.max_len", "8"],
+            "--model.max_len must be at least the block of 16 with these positions, got 8",
+        ),
+        (
+            ["fit", "TINY", "--model.positions", "rotary", "--model.norm", "linf"],
+            "rotations are no isometries in the linf norm",
+        ),
+        (["export", "CKPT", "/proc/no/such"], "cannot be written"),
+        (["certify", "TEXT"], "truncated or not a checkpoint"),
         (["fit", "TINY", "--model.betas", "[2.0, 0.9]"], "--model.betas must lie in [0, 1), got"),
         (["fit", "TINY", "--model.weight_decay", "-1"], "--model.weight_decay must be finite and not"),
         (["fit", "TINY", "--checkpoint_every", "0"], "--checkpoint_every must be at least 1, got 0"),
@@ -170,6 +186,12 @@ def test_bad_input_is_told_in_one_line(
     (tmp_path / "cut.ckpt").write_bytes(checkpoint.read_bytes()[:900])
     torch.save({"lipformer": {}, "state_dict": []}, tmp_path / "odd.ckpt")
     places = {"CKPT": checkpoint, "FULL": tmp_path / "full"}
+    for name, data in (("EMPTY", b""), ("LATIN", b"caf\xe9")):
+        places[name] = tmp_path / name
+        places[name].mkdir()
+        (places[name] / "train.txt").write_text("some text\n" * 40)
+        (places[name] / "valid.txt").write_bytes(data)
+    places["TEXT"] = tmp_path / "EMPTY" / "train.txt"
     places |= {"CUT": tmp_path / "cut.ckpt", "ODD": tmp_path / "odd.ckpt"}
     given: list[object] = []
     for argument in arguments:
