@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lipformer.analysis._heads import Heads
-from lipformer.analysis._maps import AttentionMaps, HasAttentionMaps
+from lipformer.analysis._maps import AttentionMaps, HasAttentionMaps, check_self_attention
 
 SUPPORTED = (
     "torch.nn.MultiheadAttention (also inside torch.nn.TransformerEncoder), lipformer's dot-product "
@@ -109,12 +109,7 @@ def heads_of(site: Site) -> Heads | AttentionMaps:
 
 
 def _torch(layer: nn.MultiheadAttention) -> Heads:
-    if layer.in_proj_weight is None or layer.bias_k is not None or layer.add_zero_attn:
-        raise ValueError(
-            "a torch.nn.MultiheadAttention must have kdim = vdim = embed_dim, no add_bias_kv and no "
-            f"add_zero_attn, got kdim={layer.kdim}, vdim={layer.vdim}, embed_dim={layer.embed_dim}, "
-            f"add_bias_kv={layer.bias_k is not None}, add_zero_attn={layer.add_zero_attn}"
-        )
+    check_self_attention(layer)
     bias: Tensor | None = layer.in_proj_bias
     biases = _thirds(bias)
     scale = float((layer.embed_dim // layer.num_heads) ** -0.5)

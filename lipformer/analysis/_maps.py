@@ -163,7 +163,8 @@ def attention_maps(attention: AttentionMaps | nn.Module) -> AttentionMaps:
     )
 
 
-def _torch_maps(layer: nn.MultiheadAttention) -> AttentionMaps:
+def check_self_attention(layer: nn.MultiheadAttention) -> None:
+    """ValueError for a torch layer whose keys or values are more than its own tokens."""
     if layer.in_proj_weight is None or layer.bias_k is not None or layer.add_zero_attn:
         raise ValueError(
             "a torch.nn.MultiheadAttention must have kdim = vdim = embed_dim, no add_bias_kv and no "
@@ -171,6 +172,10 @@ def _torch_maps(layer: nn.MultiheadAttention) -> AttentionMaps:
             f"embed_dim={layer.embed_dim}, add_bias_kv={layer.bias_k is not None}, "
             f"add_zero_attn={layer.add_zero_attn}"
         )
+
+
+def _torch_maps(layer: nn.MultiheadAttention) -> AttentionMaps:
+    check_self_attention(layer)
     heads, dim = layer.num_heads, layer.embed_dim
     q, k, v = (w.mT.reshape(dim, heads, -1).transpose(0, 1) for w in layer.in_proj_weight.chunk(3))
     query_bias = value_bias = None

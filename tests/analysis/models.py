@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
+import transformers as hf
 from torch import nn
 
 VOCABULARY = 50
@@ -25,7 +25,6 @@ def spread(model: Any, std: float = 0.3) -> Any:
 
 def hugging_face(kind: str, implementation: str = "eager") -> Any:
     """A model of the kind: two layers, three heads, width 24, dropout 0.5, in float32."""
-    hf = pytest.importorskip("transformers")
     bert = {
         "vocab_size": VOCABULARY,
         "hidden_size": 24,

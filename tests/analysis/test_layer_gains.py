@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import scipy.stats
 import torch
 from torch import Tensor, nn
 
@@ -182,10 +183,9 @@ def test_exponents() -> None:
         assert fit.error == pytest.approx(0, abs=1e-7)
         assert fit.factor == pytest.approx(3)
     # Against scipy, on points that lie on no line.
-    stats = pytest.importorskip("scipy.stats")
     points = [(2, 1.0), (3, 1.9), (7, 1.7), (20, 4.0), (50, 3.0)]
     (fit,) = GainTable(tuple(row(0, n, g) for n, g in points)).exponents("radius")
-    line = stats.linregress([math.log(2 * n) for n, _ in points], [math.log(g) for _, g in points])
+    line = scipy.stats.linregress([math.log(2 * n) for n, _ in points], [math.log(g) for _, g in points])
     assert fit.exponent == pytest.approx(line.slope)
     assert fit.error == pytest.approx(line.stderr)
     assert math.isnan(GainTable((row(0, 2, 1.0), row(0, 4, 2.0))).exponents()[0].error)
@@ -201,7 +201,6 @@ def test_exponents_refuse() -> None:
 
 
 def test_files(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     table = GainTable((row(0, 2, 1.0), row(0, 4, 1.5, bound=2.0), row(1, 2, 1.0), row(1, 8, 1.1)))
     table.to_csv(tmp_path / "gains.csv")
     with (tmp_path / "gains.csv").open(newline="") as file:
@@ -222,7 +221,6 @@ def test_files(tmp_path: Path) -> None:
 
 
 def test_progress_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("rich")
     layer_gains(spread(Nested()), IDS[None], progress=True)
     assert "1.0/1" in capsys.readouterr().out
 

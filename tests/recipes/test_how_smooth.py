@@ -6,10 +6,11 @@ import csv
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
+import transformers as hf
 
-hf = pytest.importorskip("transformers")
-from recipes.analysis.how_smooth import main  # noqa: E402
+from recipes.analysis.how_smooth import main
 
 SMALL = [
     "--depth",
@@ -48,7 +49,6 @@ def test_random_models(model: str, tmp_path: Path, capsys: pytest.CaptureFixture
 
 def save_words(directory: Path, scale: float = 1.0) -> None:
     """A BERT-type model with a tokenizer of whole words, as a directory."""
-    tokenizers = pytest.importorskip("tokenizers")
     words = ["[UNK]", "[CLS]", "[SEP]", "the", "cat", "dog", "sees", "a", "."]
     made = tokenizers.Tokenizer(
         tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]")

@@ -10,10 +10,12 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 import torch.nn.functional as F
 import yaml
+from PIL import Image
 from torch import Tensor, nn
 
 import lipformer as lf
@@ -348,9 +350,6 @@ def test_images_are_moved_within_their_frame() -> None:
 @pytest.mark.parametrize("channels", [1, 3])
 def test_a_data_set_of_the_hub_is_read(channels: int, tmp_path: Path) -> None:
     """The same calls, on files of the same form."""
-    datasets = pytest.importorskip("datasets")
-    from PIL import Image
-
     images = noise(4, channels, 6, 6)
     rows = [
         image.squeeze(0).numpy() if channels == 1 else image.permute(1, 2, 0).numpy() for image in images
