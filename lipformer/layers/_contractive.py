@@ -168,6 +168,9 @@ def _(module: Contractive, ask: Ask) -> Bound:
             f"seq_len={ask.seq_len} exceeds the {module.seq_len} that it was divided for",
             f"seq_len <= {module.seq_len}",
         )
+    if ask.as_eval and ask.seq_len is None and module.norms == (ask.norm,):
+        # Asked by a module around it in each forward pass: no bound is computed for a known constant.
+        return Bound(module.coeff, f"divided by its {ask.norm} bound")
     seq_len = module.seq_len if ask.seq_len is None else ask.seq_len
     inner = replace(ask, path=f"{ask.path}.module" if ask.path else "module", seq_len=seq_len)
     options = module._options()

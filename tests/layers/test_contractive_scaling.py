@@ -12,7 +12,8 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lipformer as lf
-from lipformer.functional import l2_gain
+from lipformer.functional import l2_gain, spectral_norm_bound
+from lipformer.layers import _attention_bound
 from tests.layers.battery import error, scrambled
 
 D, H, N = 8, 2, 5
@@ -200,3 +201,20 @@ def test_baked_inside_a_sequence() -> None:
     model = nn.Sequential(lf.Contractive(attention(), seq_len=N), nn.Linear(D, D).double())
     x = tokens()
     assert error(lf.bake(model)(x), model(x)) < 1e-12
+
+
+def test_no_bound_is_computed_for_a_constant_that_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Contractive inside another's module counts as its coefficient: one bound a forward pass."""
+    asked = []
+
+    def counted(weight: Tensor) -> Tensor:
+        asked.append(weight.shape)
+        return spectral_norm_bound(weight)
+
+    inner = lf.Contractive(attention(causal=True, positions="alibi"), 0.5, norm="self")
+    layer = lf.Contractive(nn.Sequential(lf.TokenShift(D), inner), 0.9, norm="self")
+    x = tokens()
+    monkeypatch.setattr(_attention_bound, "spectral_norm_bound", counted)
+    got = layer(x)
+    assert asked == [(2, D, D)]
+    assert error(got, 0.9 / 0.5 * inner(layer.module[0](x))) < 1e-14
