@@ -9,9 +9,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from lipformer.analysis._lofast_second_order import jacobian_norm, remainder_term
 from lipformer.analysis._lofast_terms import (
     EXACT,
     covariance_term,
+    gap_moves,
     logit_gaps,
     logit_norm,
     mixing_norm,
@@ -60,6 +62,8 @@ def lofast_bound(
       way that weights can go at all (see `row_caps`), in place of 1/2;
     * averages of values stay in their convex hull, and for small eps move as covariances do (see
       `covariance_term`);
+    * up to N D = 256 the Jacobian at X, whose norm is then known, and a remainder of order
+      :math:`\epsilon^2` (see `jacobian_norm`, `remainder_term`), where that is smaller;
     * all heads together, :math:`(\sum_h \|P_h' - P_h\|^2)^{1/2} (\|[CXW_1; ..; CXW_H]\| + \epsilon
       \|[W_1; ..; W_H]\|)`, where that is smaller than the sum over heads;
 
@@ -88,7 +92,7 @@ def lofast_bound(
         >>> maps = AttentionMaps(torch.eye(2)[None], torch.eye(2)[None])
         >>> x = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
         >>> lofast_bound(maps, x, 0.1, refined=False).item(), lofast_bound(maps, x, 0.1).item()
-        (0.2155, 0.1962)
+        (0.2155, 0.1849)
     """
     modulus = lofast_modulus(attention, x, residual=residual, scale=scale, refined=refined, mask=mask)
     radius = torch.as_tensor(eps, dtype=torch.float64, device=x.device)
@@ -148,6 +152,12 @@ def _check(maps: AttentionMaps, x: Tensor, residual: float, scale: float) -> Non
         )
 
 
+def _smaller(a: Tensor, b: Tensor) -> Tensor:
+    """The smaller bound; one that overflowed to NaN counts as infinite."""
+    a, b = (bound.nan_to_num(nan=torch.inf, posinf=torch.inf) for bound in (a, b))
+    return torch.minimum(a, b)
+
+
 class _Terms:
     """What the bound needs of one input: norms (*, H) of each head and those of all heads together."""
 
@@ -179,6 +189,7 @@ class _Terms:
         # Heads may cancel: errors count by the sizes of the terms, not by that of their sum.
         terms = abs(residual) + abs(scale) * math.sqrt(n) * torch.linalg.matrix_norm(maps.values).sum()
         self.mixing = mixing_norm(self.weights, maps.values, residual, scale) + self.slack * terms
+        self.residual, self.signed_scale, self.term_error = residual, scale, self.slack * terms
         self.plain_keys = norm_bound(self.x @ maps.logits.mT) + self.query_error
         self.plain_values = norm_bound(self.x @ maps.values) + self.value_error
 
@@ -217,13 +228,19 @@ class _Terms:
         # An average of allowed values stays in their convex hull.
         hull = value_spread.amax(-1)
         lengths = torch.linalg.vector_norm(self.queries, dim=-1) + self.query_error[..., None]
+        apart = torch.cdist(keys, keys, compute_mode="donot_use_mm_for_euclid_dist")
+        key_diameter = apart.amax(-1) + 2.0 * self.query_error[..., None]
+        jacobian = self._jacobian(keys, mixed)
 
         def modulus(eps: Tensor) -> Tensor:
             e = eps[..., None]
             bent = e * self.logit_norm
             reach = e * (reach_norm + bent)
             row = torch.minimum(e[..., None] * (row_norm + bent[..., None]), reach[..., None])
-            slope = softmax_slope(nearest, largest, row)
+            length = lengths + bent[..., None]
+            moves = e[..., None, None] * gap_moves(key_diameter, length)
+            moves = torch.minimum(moves, (math.sqrt(2.0) * row)[..., None]) * _ROUND_UP
+            slope = softmax_slope(nearest, largest, moves.amax(-1))
             steepest = slope.amax(-1)
             by_rows = torch.linalg.vector_norm(torch.minimum(slope * row, caps), dim=-1)
             each = torch.minimum(steepest * reach, by_rows)
@@ -232,11 +249,41 @@ class _Terms:
             # (P' - P) X W, in four ways, then (P' - P) E W.
             in_hull = torch.minimum(slope * row * value_norm[..., None], hull)
             apart = torch.minimum(each * value_norm, torch.linalg.vector_norm(in_hull, dim=-1)).sum(-1)
-            high = torch.sigmoid(gaps + (math.sqrt(2.0) * row)[..., None])
-            local = covariance_term(eps, high, key_spread, value_spread, lengths + bent[..., None])
+            high = torch.sigmoid(gaps + moves)
+            local = covariance_term(eps, high, key_spread, value_spread, length)
             moved = torch.minimum(torch.minimum(apart, local), joint * value_stack)
             moved = moved + eps * torch.minimum((each * self.value_norm).sum(-1), joint * weight_stack)
             total = (self.mixing * eps + self.scale * moved) * _ROUND_UP
-            return torch.minimum(total, self.plain(eps))
+            if jacobian is not None:
+                # The second way: no term of order one but the Jacobian itself.
+                left = remainder_term(
+                    eps,
+                    self.weights + self.slack[..., None, None, None],
+                    high,
+                    key_spread,
+                    value_spread,
+                    length,
+                    hull + in_hull,
+                    self.logit_norm,
+                    self.value_norm,
+                )
+                total = _smaller(total, (jacobian * eps + self.scale * left) * _ROUND_UP)
+            return _smaller(total, self.plain(eps))
 
         return modulus
+
+    def _jacobian(self, keys: Tensor, mixed: Tensor) -> Tensor | None:
+        """Upper bound of the Jacobian's norm, (*,), or None where its matrix would be large."""
+        values = self.maps.values
+        n, (d, e) = keys.shape[-2], values.shape[1:]
+        if max(n * d, n * e) > EXACT:
+            return None
+        norm = jacobian_norm(
+            self.weights, keys, self.queries, mixed, values, self.residual, self.signed_scale
+        )
+        # Rounding of the covariances: weights are off by `slack`, keys, queries and values as above.
+        lengths = torch.linalg.matrix_norm(keys) + torch.linalg.matrix_norm(self.queries)
+        sizes = torch.linalg.matrix_norm(mixed)
+        error = self.slack[..., None] * lengths * sizes + self.query_error * sizes
+        error = error + lengths * self.value_error
+        return norm + self.term_error + self.scale * 4.0 * math.sqrt(n) * error.sum(-1)

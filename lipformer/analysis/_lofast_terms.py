@@ -5,8 +5,6 @@ Shapes: tokens (*, N, D), weights of attention (*, H, N, N); everything in float
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -159,12 +157,12 @@ def logit_gaps(scores: Tensor) -> Tensor:
     return gaps.scatter(-1, best, top - others)
 
 
-def softmax_slope(nearest: Tensor, largest: Tensor, reach: Tensor) -> Tensor:
-    r"""Upper bound of :math:`\|p' - p\| / \|s' - s\|` for :math:`\|s' - s\| \le \rho`.
+def softmax_slope(nearest: Tensor, largest: Tensor, moves: Tensor) -> Tensor:
+    r"""Upper bound of :math:`\|p' - p\| / \|s' - s\|` for logits whose gaps move by at most c.
 
     Along the segment of logits the Jacobian has norm at most :math:`\max_j 2p_j(1-p_j)`,
-    :math:`\max_j p_j` and 1/2, and each :math:`z_j = \mathrm{logit}(p_j)` moves by at most
-    :math:`\sqrt2` times the way travelled. So with :math:`c = \sqrt2\rho`, :math:`m = \min_j |z_j|`,
+    :math:`\max_j p_j` and 1/2, and each :math:`z_j = \mathrm{logit}(p_j)` has moved by at most ct
+    (see `gap_moves`; also :math:`c = \sqrt2\|s' - s\|`). So with :math:`m = \min_j |z_j|`,
     :math:`M = \max_j z_j` and the logistic function :math:`\sigma`, the slope is at most the mean over
     t in [0, 1] of :math:`2\sigma'(\max(0, m - ct))` and of :math:`\sigma(M + ct)`:
 
@@ -172,17 +170,17 @@ def softmax_slope(nearest: Tensor, largest: Tensor, reach: Tensor) -> Tensor:
               \frac{\tanh(m/2) + (c-m)/2}{c} \;\; (c > m), \quad
               \frac1c \log\frac{1+e^{M+c}}{1+e^M}.
 
-    Slope times reach grows with the reach.
+    Grows with c.
 
     Args:
         nearest: m, (*).
         largest: M, (*).
-        reach: rho, (*).
+        moves: c, (*).
 
     Returns:
         (*), at most 1/2.
     """
-    c = math.sqrt(2.0) * reach
+    c = moves
     safe = torch.where(c > 0, c, 1.0)
     # sigma(a) - sigma(b) = sigma(a) sigma(-b) (1 - e^(b - a)), without cancellation.
     shrunk = torch.where(c > 0, -torch.expm1(-c) / safe, 1.0)
@@ -195,6 +193,26 @@ def softmax_slope(nearest: Tensor, largest: Tensor, reach: Tensor) -> Tensor:
     mass = torch.where(c > 0, torch.where(c <= 1.0, short, long) / safe, torch.sigmoid(largest))
     mass = torch.where(largest.isinf(), 1.0, mass)
     return (torch.minimum(curved, mass) * (1.0 + 2.0**-44)).clamp_max(0.5)
+
+
+def gap_moves(keys: Tensor, lengths: Tensor) -> Tensor:
+    r"""Upper bounds of :math:`\max_k |\delta_j - \delta_k| / \epsilon`, which bounds how a gap moves.
+
+    The logit (i, j) moves by :math:`\delta_j = e_i \cdot z_j + (u_i + e_i A) \cdot e_j`, and
+    :math:`\mathrm{logit}(p_j)` on the way at the rate of :math:`\delta_j` less a mean of the others. So
+    with :math:`L_i = |u_i| + \epsilon \|A\|` it moves by at most :math:`|e_i| |z_j - z_k| + L_i (|e_j| +
+    |e_k|)`, and since :math:`|e_i|^2 + |e_j|^2 + |e_k|^2 \le \epsilon^2` (i may be j or k) by at most
+    :math:`\epsilon ((|z_j - z_k| + L_i)^2 + L_i^2)^{1/2}`.
+
+    Args:
+        keys: :math:`\max_k |z_j - z_k|`, (*, H, N).
+        lengths: L, (*, H, N).
+
+    Returns:
+        (*, H, N, N), of row i and token j.
+    """
+    lengths = lengths[..., None]
+    return ((keys[..., None, :] + lengths).square() + lengths.square()).sqrt()
 
 
 def row_caps(weights: Tensor, allowed: Tensor) -> Tensor:
@@ -212,6 +230,15 @@ def spreads(rows: Tensor, weights: Tensor, allowed: Tensor) -> Tensor:
     # Not through products, whose cancellation costs half of the digits.
     far = torch.cdist(weights @ rows, rows, compute_mode="donot_use_mm_for_euclid_dist")
     return far.masked_fill(~allowed, 0.0)
+
+
+def second_moments(high: Tensor, spread: Tensor) -> Tensor:
+    r"""Upper bound of :math:`\sum_j p_{ij} d_{ij}^2` for weights :math:`p \le \hat P` that sum to one.
+
+    At most :math:`\sum_j \hat P_{ij} d_{ij}^2` and :math:`\max_j d_{ij}^2`; (*, N, N) -> (*, N).
+    """
+    square = spread.square()
+    return torch.minimum((high * square).sum(-1), square.amax(-1))
 
 
 def covariance_term(
@@ -238,8 +265,8 @@ def covariance_term(
     Returns:
         (*,).
     """
-    keys = (high * key_spread.square()).sum(-1)
-    values = (high * value_spread.square()).sum(-1)
+    keys = second_moments(high, key_spread)
+    values = second_moments(high, value_spread)
     own = (keys * values).sqrt().sum(-2).amax(-1)
     pull = (values * lengths.square())[..., None]
     others = (high.mT @ pull)[..., 0].amax(-1).sqrt().sum(-1)

@@ -91,16 +91,20 @@ def test_no_attack_passes_the_bound_in_a_larger_sweep(
     assert max(attack_cases(seed=1 + size, layers=200, batch=8, steps=60)) <= 1.0
 
 
-@pytest.mark.parametrize(("kind", "least"), [("generic", 0.25), ("unit-norm", 0.85)])
-def test_the_refined_bound_is_tight(kind: str, least: float) -> None:
+@pytest.mark.parametrize(
+    ("kind", "inputs", "least"),
+    [("generic", "generic", 0.5), ("unit-norm", "generic", 0.8), ("unit-norm", "unit-norm", 0.9)],
+)
+def test_the_refined_bound_is_tight(kind: str, inputs: str, least: float) -> None:
     """Median attack / bound; eps log-uniform in 0.01..3, N and D to 16, residual 0, 1 and 1/2."""
     rng = random.Random(2)
+    torch.manual_seed(0)
     ratios = []
     for _ in range(30):
         heads = rng.choice([1, 2, 4])
         dim, tokens = heads * rng.randint(2, 16 // heads), rng.randint(2, 16)
         residual, scale = rng.choice([(0.0, 1.0), (1.0, 1.0), (0.5, 0.5)])
-        maps, x = random_maps(kind, dim, heads), random_tokens(kind, 4, tokens, dim)
+        maps, x = random_maps(kind, dim, heads), random_tokens(inputs, 4, tokens, dim)
         eps = torch.exp(torch.empty(4, dtype=F64).uniform_(math.log(0.01), math.log(3.0)))
         found = attack(lambda y, m=maps, r=residual, s=scale: r * y + s * m(y), x, eps, steps=25)
         ratios.append(found / lofast_bound(maps, x, eps, residual=residual, scale=scale))
