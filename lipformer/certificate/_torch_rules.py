@@ -17,10 +17,16 @@ from lipformer.certificate._registry import (
     times,
     weighted_sum,
 )
+from lipformer.certificate._token_axes import mixed_axes
+from lipformer.functional._checks import tracing
 
 
 @register_bound(nn.Sequential)
 def _(module: nn.Sequential, ask: Ask) -> Bound:
+    # Not in compiled graphs, which were run eagerly before or hold what was checked when it was built.
+    mixed = None if tracing() else mixed_axes(module)
+    if mixed is not None:
+        raise ask.refuse(mixed, "attention with batch_first=True")
     # Not named_children(), which leaves out a module's second use.
     parts = []
     for name, child in module._modules.items():

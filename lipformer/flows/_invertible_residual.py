@@ -33,8 +33,10 @@ class InvertibleResidual(Freezable):
     Mode "norm": f has constant at most c = coeff < 1 in some norm, so that the block has constant at
     most 1 + c and its inverse 1/(1 - c) in that norm. Mode "causal" (Theorem E): only each token's own
     map has constant at most c, which shrinks the branch far less; the inverse goes token by token, and
-    an error in one token may grow in later ones. The bound UB is recomputed from the weights in each
-    forward pass, so the condition holds after every optimiser step, load or copy.
+    an error in one token may grow in later ones. A branch of bound 0 is multiplied by c alone: if no
+    token has an effect on itself any factor would do, and a large one would let such errors grow without
+    limit. The bound UB is recomputed from the weights in each forward pass, so the condition holds after
+    every optimiser step, load or copy.
 
     Tokens are batch first, (B, T, D). Padded tokens pass unchanged and influence no other.
 

@@ -33,10 +33,13 @@ def own_norms(q: Tensor) -> Tensor:
 def positive(bound: Tensor) -> Tensor:
     """Keeps a bound that is divided by away from zero, as a larger bound.
 
-    A module that starts at zero (a zero-initialised output, say) is then scaled by a large number, but
-    by one that leaves its gradients and its bias finite.
+    A bound of exactly 0 becomes 1: such a module (a zero-initialised output, or a custom layer whose
+    tokens have no effect on themselves, in the self norm) has the constant 0 at any scale, so that
+    there is nothing to divide by, and what the bound does not see (biases, gradients, the effect on
+    other tokens) must not be enlarged. Other small bounds are raised to 1e-6, so that gradients stay
+    finite.
     """
-    return bound.clamp_min(1e-6)
+    return torch.where(bound == 0.0, 1.0, bound.clamp_min(1e-6))
 
 
 def joint_bound(q: Tensor, m: Tensor, gains: Tensor) -> Tensor:

@@ -27,6 +27,6 @@ def unbatched(out: Tensor, like: Tensor, batch_first: bool) -> Tensor:
 
 def padding(mask: Tensor | None, x: Tensor) -> Tensor | None:
     """A key padding mask (B, N) or (N,) for tokens (B, N, D) as bool (B, N)."""
-    if mask is not None and mask.ndim == 1 and x.shape[0] == 1:
+    if isinstance(mask, Tensor) and mask.ndim == 1 and x.shape[0] == 1:
         mask = mask.unsqueeze(0)
     return as_padding(mask, x.unsqueeze(1))

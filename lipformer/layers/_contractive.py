@@ -33,7 +33,8 @@ class Contractive(Freezable):
 
     UB is recomputed in every forward pass and gradients flow through it. L2 attention is divided head
     by head, each by its own gain (docs/theory, section 2), so that heads of short range are hardly
-    shrunk. Dropout in the module counts as in eval mode.
+    shrunk. Dropout in the module counts as in eval mode. A module of bound 0 has nothing to divide by
+    and is multiplied by c alone.
 
     Args:
         module: any certifiable module. Attention needs a length: ``seq_len``, its own max_len, a

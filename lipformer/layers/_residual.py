@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from lipformer.certificate import Ask, Bound, register_bound, weighted_sum
+from lipformer.certificate._token_axes import mixed_axes
 from lipformer.layers._bake import Bakeable
 from lipformer.layers._branch import call_branch
 from lipformer.layers._step import Cache, step_module
@@ -19,6 +20,14 @@ def same_shape(x: Tensor, out: Tensor) -> Tensor:
     return out
 
 
+def one_layout(branch: nn.Module) -> nn.Module:
+    """Returns the branch; raises if it takes tokens both as (B, N, D) and as (N, B, D)."""
+    mixed = mixed_axes(branch)
+    if mixed is not None:
+        raise ValueError(f"{mixed}; build attention with batch_first=True")
+    return branch
+
+
 class Residual(Bakeable):
     """x + f(x), of constant at most 1 + Lip(f).
 
@@ -28,7 +37,7 @@ class Residual(Bakeable):
 
     def __init__(self, branch: nn.Module) -> None:
         super().__init__()
-        self.branch = branch
+        self.branch = one_layout(branch)
 
     def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """Shapes as the branch's; the mask is passed on to it."""
@@ -54,7 +63,7 @@ class ConvexResidual(Bakeable):
         super().__init__()
         if not 0.0 <= weight <= 1.0:
             raise ValueError(f"weight must be in [0, 1], got {weight!r}")
-        self.branch = branch
+        self.branch = one_layout(branch)
         self.weight = float(weight)
 
     def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:

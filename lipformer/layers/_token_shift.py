@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipformer.certificate import Ask, Bound, register_bound
+from lipformer.functional._checks import check_tokens
+from lipformer.layers import _attention_layout as layout
 
 
 class TokenShift(nn.Module):
@@ -20,7 +22,12 @@ class TokenShift(nn.Module):
 
     Constant: every entry goes to one place or is lost, so the map is a partial isometry, of constant 1
     in the l2 and linf norms. In the token norm :math:`\|(a_i, b_{i-1})\|^2 \le 2 \max_j \|x_j\|^2`, so
-    :math:`\sqrt2`; a token's effect on itself is the projection on a, of norm 1 (0 if all is shifted).
+    :math:`\sqrt2`; a token's effect on itself is the projection on a, of norm 1. With all features
+    shifted that effect is 0, but 1 is reported all the same: wrappers divide by the bound, and one of 0
+    would let a block of mode "causal" enlarge what tokens tell each other without limit.
+
+    Takes tokens batch first, like attention with batch_first=True; a sequence in which the two differ is
+    refused by certify and by the wrappers.
 
     Args:
         dim: D >= 1.
@@ -34,20 +41,25 @@ class TokenShift(nn.Module):
     """
 
     causal = True
+    batch_first = True
 
     def __init__(self, dim: int, shifted: int | None = None) -> None:
         super().__init__()
+        for name, number in (("dim", dim), ("shifted", 0 if shifted is None else shifted)):
+            if isinstance(number, bool) or not isinstance(number, int):
+                raise ValueError(f"{name} must be an integer, got {number!r}")
         shifted = dim // 2 if shifted is None else shifted
         if dim < 1 or not 0 <= shifted <= dim:
             raise ValueError(f"need dim >= 1 and 0 <= shifted <= dim, got {dim} and {shifted}")
         self.dim, self.shifted = dim, shifted
 
     def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        """(B, N, D) -> (B, N, D).
+        """(B, N, D) -> (B, N, D), or (N, D) -> (N, D).
 
         Args:
             x: tokens.
-            key_padding_mask: bool (B, N), True at padded tokens: their successors get zeros.
+            key_padding_mask: (B, N) or (N,), True (or -inf) at padded tokens: their successors get
+                zeros.
         """
         return self.step(x, None, key_padding_mask)[0]
 
@@ -55,16 +67,20 @@ class TokenShift(nn.Module):
         self, x: Tensor, cache: Tensor | None = None, key_padding_mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """The rows of new tokens (B, T, D), and what the next one will be shown, (B, 1, shifted)."""
-        if x.ndim != 3 or x.shape[-1] != self.dim:
-            raise ValueError(f"x must be (B, N, {self.dim}), got {tuple(x.shape)}")
-        own, shown = x.split([self.dim - self.shifted, self.shifted], dim=-1)
-        if key_padding_mask is not None:
-            shown = shown.masked_fill(key_padding_mask[..., None], 0.0)
+        check_tokens(x, "x", f"(B, N, {self.dim}) or (N, {self.dim})", min_dim=2)
+        if x.ndim > 3 or x.shape[-1] != self.dim:
+            raise ValueError(f"x must be (B, N, {self.dim}) or (N, {self.dim}), got {tuple(x.shape)}")
+        rows = x.unsqueeze(0) if x.ndim == 2 else x
+        own, shown = rows.split([self.dim - self.shifted, self.shifted], dim=-1)
+        padding = layout.padding(key_padding_mask, rows)
+        if padding is not None:
+            shown = shown.masked_fill(padding.unsqueeze(-1), 0.0)
         if cache is None:
             before = F.pad(shown, (0, 0, 1, 0))
         else:
             before = torch.cat([cache.to(shown.dtype), shown], dim=-2)
-        return torch.cat([own, before[:, :-1]], dim=-1), before[:, -1:]
+        out = torch.cat([own, before[:, :-1]], dim=-1)
+        return layout.unbatched(out, x, batch_first=True), before[:, -1:]
 
     def extra_repr(self) -> str:
         return f"{self.dim}, shifted={self.shifted}"
@@ -73,7 +89,8 @@ class TokenShift(nn.Module):
 @register_bound(TokenShift)
 def _(module: TokenShift, ask: Ask) -> Bound:
     if ask.norm == "self":
-        return Bound(float(module.shifted < module.dim), "projection")
+        # Not 0 with all features shifted: see the class.
+        return Bound(1.0, "projection")
     if ask.norm == "token" and 0 < module.shifted < module.dim:
         return Bound(math.sqrt(2.0) * (1.0 + 2.0**-52), "parts of two tokens")
     return Bound(1.0, "partial isometry")

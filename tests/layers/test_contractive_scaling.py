@@ -114,6 +114,8 @@ def test_weights_of_zero() -> None:
     with torch.no_grad():
         inner.out_proj.weight.zero_()
     layer = lf.Contractive(inner, seq_len=N)
+    # Nothing to divide by: the bias is not enlarged.
+    assert bool((layer.scales() <= 0.9).all())
     out = layer(tokens())
     assert bool(torch.isfinite(out).all())
     out.sum().backward()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -47,7 +48,7 @@ def test_values() -> None:
         (3, "token", math.sqrt(2.0)),
         (0, "token", 1.0),
         (8, "token", 1.0),
-        (8, "self", 0.0),
+        (8, "self", 1.0),
         (8, "l2", 1.0),
     ],
 )
@@ -117,10 +118,100 @@ def test_blocks_around_it_invert_and_have_a_log_determinant(method: str) -> None
         torch.testing.assert_close(value, torch.linalg.slogdet(jacobian).logabsdet)
 
 
+def test_a_block_in_which_all_is_shifted_is_not_blown_up() -> None:
+    """A token's own effect is 0 there; divided by that, the branch was enlarged 900 000 times."""
+    attention = branch()[1]
+    for inner in (lf.TokenShift(8, 8), nn.Sequential(lf.TokenShift(8, 8), attention)):
+        block = lf.InvertibleResidual(inner, 0.9, mode="causal")
+        x = torch.randn(2, 32, 8, dtype=torch.float64)
+        torch.testing.assert_close(block.inverse(block(x), tol=1e-12), x)
+    plain = lf.InvertibleResidual(nn.Sequential(lf.TokenShift(8), attention), 0.9, mode="causal")
+    torch.testing.assert_close(block.branch.scales(), plain.branch.scales())
+
+
+class Before(nn.Module):
+    """Each token becomes the one before it: 0 in the self norm, as its own rule says."""
+
+    causal = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.pad(x, (0, 0, 1, 0))[:, :-1]
+
+
+@lf.register_bound(Before)
+def _(module: Before, ask: lf.Ask) -> float:
+    return 0.0 if ask.norm == "self" else 1.0
+
+
+def test_a_branch_of_bound_zero_is_only_multiplied_by_coeff() -> None:
+    block = lf.InvertibleResidual(Before(), 0.5, mode="causal")
+    x = torch.randn(2, 32, 8, dtype=torch.float64)
+    expected = x.clone()
+    expected[:, 1:] += 0.5 * x[:, :-1]
+    torch.testing.assert_close(block(x), expected)
+    torch.testing.assert_close(block.inverse(expected, tol=1e-12), x)
+
+
+def test_masks_as_attention_takes_them() -> None:
+    layer, x = lf.TokenShift(8), torch.randn(2, 4, 8)
+    padded = torch.tensor([[True, False, True, False], [False] * 4])
+    additive = torch.zeros(2, 4).masked_fill(padded, -math.inf)
+    assert torch.equal(layer(x, additive), layer(x, padded))
+    for mask, error, message in (
+        (padded[:, :1], ValueError, r"= \(2, 4\), got \(2, 1\)"),
+        (padded[:1], ValueError, r"= \(2, 4\), got \(1, 4\)"),
+        (padded.long(), TypeError, "got torch.int64"),
+        (padded.float(), ValueError, "only 0 and -inf, got 1.0"),
+        (padded.tolist(), TypeError, "must be a tensor or None, got list"),
+    ):
+        with pytest.raises(error, match=message):
+            layer(x, mask)
+
+
+def test_tokens_without_a_batch() -> None:
+    layer, x = lf.TokenShift(8), torch.randn(4, 8)
+    mask = torch.tensor([True, False, True, False])
+    assert torch.equal(layer(x, mask), layer(x[None], mask[None])[0])
+    block = lf.Contractive(branch(), norm="self")
+    torch.testing.assert_close(block(x.double()), block(x.double()[None])[0])
+
+
+@pytest.mark.parametrize("wrap", [lf.Contractive, lf.Residual, lf.ConvexResidual, lf.certify])
+def test_attention_along_the_other_axis_is_refused(wrap: Callable[[nn.Module], object]) -> None:
+    """(N, B, D) attention behind the shift would look at other samples, or the shift would."""
+    attention = lf.L2MultiheadAttention(8, 2, value_proj=False, max_len=8)
+    message = r"0 \(TokenShift\) takes tokens as \(B, N, D\), but 1.*batch_first=False\) as \(N, B, D\)"
+    for inner in (attention, lf.Contractive(attention)):
+        with pytest.raises((ValueError, lf.NotCertifiable), match=message):
+            wrap(nn.Sequential(lf.TokenShift(8), inner))
+    attention.batch_first = True
+    wrap(nn.Sequential(lf.TokenShift(8), attention))
+
+
+def test_a_block_around_it_is_exported_for_any_number_of_tokens() -> None:
+    block, n = lf.InvertibleResidual(branch(), mode="causal"), torch.export.Dim("n", min=6, max=512)
+    x = torch.randn(2, 20, 8, dtype=torch.float64)
+    program = torch.export.export(block, (x,), dynamic_shapes=({1: n},))
+    for length in (6, 70):
+        other = torch.randn(2, length, 8, dtype=torch.float64)
+        torch.testing.assert_close(program.module()(other), block(other), rtol=0, atol=1e-12)
+
+
 def test_bad_input() -> None:
+    for dim, shifted, message in (
+        (2.5, None, "dim must be an integer, got 2.5"),
+        (True, None, "dim must be an integer, got True"),
+        (4, 1.0, "shifted must be an integer, got 1.0"),
+        (4, False, "shifted must be an integer, got False"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            lf.TokenShift(dim, shifted)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="got 4 and 5"):
         lf.TokenShift(4, shifted=5)
     with pytest.raises(ValueError, match="got 0 and 0"):
         lf.TokenShift(0)
-    with pytest.raises(ValueError, match=r"x must be \(B, N, 4\), got \(2, 4\)"):
-        lf.TokenShift(4)(torch.zeros(2, 4))
+    for shape in ((2, 5), (2, 1, 5), (2, 2, 2, 4)):
+        with pytest.raises(ValueError, match=r"x must be \(B, N, 4\) or \(N, 4\), got \(2, "):
+            lf.TokenShift(4)(torch.zeros(shape))
+    with pytest.raises(TypeError, match="floating-point dtype, got torch.int64"):
+        lf.TokenShift(4)(torch.zeros(2, 4, dtype=torch.int64))
