@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lipformer.models._entries import is_number, known_entries, one_of
+from lipformer.models._entries import (
+    MOST_LAYERS,
+    check_parameters,
+    check_positive,
+    check_size,
+    echo,
+    is_number,
+    is_positive,
+    known_entries,
+    one_of,
+)
 
 POSITIONS = ("alibi", "rotary", "sinusoidal", "none")
 NORM_PLACES = ("pre", "post", "none")
 CONTRACTION_NORMS = ("self", "l2", "token", "linf")
+# Larger than other sizes may be: no memory is taken for max_len.
+LONGEST = 2**31 - 1
 
 # The options that belong to each variant, with its best known values (docs/models). An option that
 # is not listed does nothing in that variant, so that giving it is an error.
@@ -48,7 +59,8 @@ class LanguageModelConfig:
     """The whole description of a :class:`LanguageModel`.
 
     None stands for the best known value of the variant, and is replaced by it. Options that a variant
-    does not have stay None; giving them is an error.
+    does not have stay None; giving them is an error. A model may have 10^10 parameters at most, and
+    numbers lie between 1e-30 and 1e30.
 
     Attributes:
         variant: "dot_product", "l2", "l2_tied", "contractive", "lipschitz" or "invertible".
@@ -103,7 +115,7 @@ class LanguageModelConfig:
             if name not in own and getattr(self, name) is not None:
                 raise ValueError(
                     f"the variant {self.variant!r} has no option {name}, got {name}="
-                    f"{getattr(self, name)!r}; beside those of all variants it has {', '.join(own)}"
+                    f"{echo(getattr(self, name))}; beside those of all variants it has {', '.join(own)}"
                 )
         if self.bound is not None:
             one_of("bound", self.bound, ("kim2021",))
@@ -120,20 +132,23 @@ class LanguageModelConfig:
         return 4 * self.dim if isinstance(self.dim, int) else None
 
     def _check_sizes(self) -> None:
-        for name in ("vocab_size", "dim", "num_heads", "num_layers", "hidden", "max_len"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
+        for name in ("vocab_size", "dim", "num_heads", "hidden"):
+            check_size(name, getattr(self, name))
+        check_size("num_layers", self.num_layers, MOST_LAYERS)
+        check_size("max_len", self.max_len, LONGEST)
+        assert self.hidden is not None
+        sizes = {name: getattr(self, name) for name in ("vocab_size", "dim", "num_layers", "hidden")}
+        block = 4 * self.dim**2 + 2 * self.dim * self.hidden
+        check_parameters(2 * self.vocab_size * self.dim + self.num_layers * block, sizes)
         if self.dim % self.num_heads:
             raise ValueError(
                 f"dim must be a multiple of num_heads, got dim={self.dim}, num_heads={self.num_heads}"
             )
         if not is_number(self.dropout) or not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"dropout must be in [0, 1), got {self.dropout!r}")
+            raise ValueError(f"dropout must be in [0, 1), got {echo(self.dropout)}")
         for name in ("query_scale", "coeff", "head_coeff"):
-            value = getattr(self, name)
-            if value is not None and (not is_number(value) or not 0.0 < value < math.inf):
-                raise ValueError(f"{name} must be positive and finite, got {value!r}")
+            if getattr(self, name) is not None:
+                check_positive(name, getattr(self, name))
         if self.variant == "invertible" and not (self.coeff or 1.0) < 1.0:
             raise ValueError(f"coeff must be below 1 in an invertible model, got {self.coeff!r}")
 
@@ -149,7 +164,7 @@ class LanguageModelConfig:
             one_of("norm", self.norm, CONTRACTION_NORMS[1 if without_self else 0 :])
         for name in ("value_proj", "token_shift"):
             if not isinstance(getattr(self, name), (bool, type(None))):
-                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+                raise ValueError(f"{name} must be True or False, got {echo(getattr(self, name))}")
         if self.bound == "kim2021" and (self.value_proj is not True or self.norm != "linf"):
             raise ValueError(
                 "bound='kim2021' is the paper's form in the linf norm: value_proj=True and norm='linf', "
@@ -165,9 +180,9 @@ class LanguageModelConfig:
         if (
             not isinstance(given, (list, tuple))
             or len(given) != self.num_heads
-            or not all(is_number(s) and 1e-30 < s < 1e30 for s in given)
+            or not all(is_positive(s) for s in given)
         ):
-            raise ValueError(f"slopes must be {self.num_heads} positive numbers, got {given!r}")
+            raise ValueError(f"slopes must be {self.num_heads} positive numbers, got {echo(given)}")
         object.__setattr__(self, "slopes", tuple(float(s) for s in given))
 
     def _check_vocabulary(self) -> None:
@@ -175,7 +190,7 @@ class LanguageModelConfig:
         if symbols is None:
             return
         if not isinstance(symbols, str) or len(set(symbols)) != len(symbols):
-            raise ValueError(f"vocabulary must be a string of distinct characters, got {symbols!r}")
+            raise ValueError(f"vocabulary must be a string of distinct characters, got {echo(symbols)}")
         if len(symbols) != self.vocab_size:
             raise ValueError(
                 f"vocabulary must have vocab_size={self.vocab_size} characters, got {len(symbols)}"

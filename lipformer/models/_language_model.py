@@ -56,6 +56,7 @@ class LanguageModel(SavedModel):
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         body = BODIES[config.variant](config)
         self.body = nn.Sequential(OrderedDict(trunk=body.trunk, readout=body.readout))
+        self.remember_parts()
 
     @property
     def trunk(self) -> nn.Sequential:

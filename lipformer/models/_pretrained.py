@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from lipformer.models._config import LanguageModelConfig
@@ -25,6 +26,8 @@ FORMATS: dict[type, tuple[str, str]] = {
 }
 Config = TypeVar("Config", LanguageModelConfig, VisionTransformerConfig)
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+# What weights may be stored in: torch's layers do not compute in others (float8, say).
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def save(directory: str | PathLike[str], config: Config, tensors: Mapping[str, Tensor]) -> None:
@@ -71,7 +74,7 @@ def load(directory: str | PathLike[str], kind: type[Config]) -> tuple[Config, di
 
 
 def fill(model: nn.Module, tensors: Mapping[str, Tensor], directory: str | PathLike[str]) -> None:
-    """Loads tensors into a model of the same names and shapes, which takes their dtype."""
+    """Loads tensors into a model of the same names and shapes; each keeps its own dtype."""
     own = model.state_dict()
     wrong = sorted(own.keys() ^ tensors.keys())
     wrong += [name for name in own.keys() & tensors.keys() if own[name].shape != tensors[name].shape]
@@ -80,9 +83,15 @@ def fill(model: nn.Module, tensors: Mapping[str, Tensor], directory: str | PathL
             f"{Path(directory) / WEIGHTS} does not fit the model: {len(wrong)} tensors are missing, "
             f"unknown or of another shape, the first is {wrong[0]}"
         )
-    for dtype in {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}:
-        model.to(dtype)
-    model.load_state_dict(dict(tensors))
+    for name, tensor in tensors.items():
+        allowed = DTYPES if own[name].is_floating_point() else (own[name].dtype,)
+        if tensor.dtype not in allowed:
+            raise ValueError(
+                f"{Path(directory) / WEIGHTS}: {name} must have the dtype "
+                f"{' or '.join(str(dtype) for dtype in allowed)}, got {tensor.dtype}"
+            )
+    # Copies, since safetensors may hand out views of the file, which someone may then write to.
+    model.load_state_dict({name: tensor.clone() for name, tensor in tensors.items()}, assign=True)
 
 
 def _read_config(path: Path, kind: type[Config]) -> Config:

@@ -23,9 +23,32 @@ class SavedModel(Bakeable):
 
     config_class: ClassVar[type]
     config: Any
+    _built: dict[str, str]
+
+    def remember_parts(self) -> None:
+        """Notes which parts the config stands for; called when the model is built."""
+        self._built = self._parts()
+
+    def _parts(self) -> dict[str, str]:
+        """The class of each part by its path."""
+        return {path: type(part).__name__ for path, part in self.named_modules()}
 
     def save_pretrained(self, directory: str | PathLike[str]) -> None:
-        """Writes ``model.safetensors`` and ``config.json`` (needs the package safetensors)."""
+        """Writes ``model.safetensors`` and ``config.json`` (needs the package safetensors).
+
+        Raises:
+            ValueError: parts of the model were replaced since it was built, by :func:`lipformer.bake` or
+                by hand, so that its config no longer describes it.
+        """
+        parts = self._parts()
+        for path in sorted({*parts, *self._built}):
+            now, built = parts.get(path, "nothing"), self._built.get(path, "nothing")
+            if now != built:
+                raise ValueError(
+                    f"the config describes a model with {built} at {path or 'its root'}, got {now}: a "
+                    "baked or changed model cannot be loaded from its config; save the model before "
+                    "lipformer.bake, and bake what from_pretrained returns"
+                )
         pretrained.save(directory, self.config, self.state_dict())
 
     @classmethod

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lipformer.models._entries import is_number, known_entries, one_of
+from lipformer.models._entries import (
+    LARGEST_SIZE,
+    MOST_LAYERS,
+    check_parameters,
+    check_positive,
+    check_size,
+    echo,
+    is_number,
+    is_positive,
+    known_entries,
+    one_of,
+)
 
 VARIANTS = ("dot_product", "l2")
 POOLINGS = ("flatten", "mean")
@@ -18,6 +28,8 @@ _SIZES = ("image_size", "channels", "patch", "classes", "dim", "num_heads", "num
 @dataclass(frozen=True)
 class VisionTransformerConfig:
     """The whole description of a :class:`VisionTransformer`.
+
+    A model may have 10^10 parameters at most, and numbers lie between 1e-30 and 1e30.
 
     Attributes:
         variant: "dot_product" (dot-product attention on tokens inside a ball, certified around each
@@ -75,15 +87,13 @@ class VisionTransformerConfig:
         for name in ("attention_weight", "feed_forward_weight"):
             value = getattr(self, name)
             if not is_number(value) or not 0.0 < value <= 1.0:
-                raise ValueError(f"{name} must be in (0, 1], got {value!r}")
-        if not is_number(self.position_std) or not 0.0 <= self.position_std < math.inf:
-            raise ValueError(f"position_std must be finite and >= 0, got {self.position_std!r}")
+                raise ValueError(f"{name} must be in (0, 1], got {echo(value)}")
+        if not is_number(self.position_std) or self.position_std < 0.0:
+            raise ValueError(f"position_std must be finite and >= 0, got {echo(self.position_std)}")
 
     def _check_sizes(self) -> None:
         for name in _SIZES if self.readout is None else (*_SIZES, "readout"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
+            check_size(name, getattr(self, name), MOST_LAYERS if name == "num_layers" else LARGEST_SIZE)
         if self.image_size % self.patch:
             raise ValueError(
                 "image_size must be a multiple of patch, got "
@@ -98,6 +108,18 @@ class VisionTransformerConfig:
                 raise ValueError(f"{name} must be even for MaxMin, got {getattr(self, name)}")
         if self.classes < 2:
             raise ValueError(f"classes must be at least 2, got {self.classes}")
+        names = (*_SIZES, "readout") if self.readout is not None else _SIZES
+        check_parameters(self._parameters(), {name: getattr(self, name) for name in names})
+
+    def _parameters(self) -> int:
+        """The number of all weight matrices' entries."""
+        assert self.hidden is not None
+        features = self.dim * (self.tokens if self.pooling == "flatten" else 1)
+        head = features * self.classes
+        if self.readout is not None:
+            head = features * self.readout + self.readout * self.classes
+        embedding = (self.channels * self.patch**2 + self.tokens) * self.dim
+        return embedding + self.num_layers * (4 * self.dim**2 + 2 * self.dim * self.hidden) + head
 
     def _check_pixels(self) -> None:
         for name, default in (("mean", 0.0), ("std", 1.0)):
@@ -107,11 +129,10 @@ class VisionTransformerConfig:
             if (
                 not isinstance(given, (list, tuple))
                 or len(given) != self.channels
-                or not all(is_number(v) and math.isfinite(v) for v in given)
-                or (name == "std" and not all(v > 0 for v in given))
+                or not all((is_positive if name == "std" else is_number)(v) for v in given)
             ):
                 kind = "positive numbers" if name == "std" else "numbers"
-                raise ValueError(f"{name} must be {self.channels} {kind}, got {given!r}")
+                raise ValueError(f"{name} must be {self.channels} {kind}, got {echo(given)}")
             object.__setattr__(self, name, tuple(float(v) for v in given))
 
     def _check_ball(self) -> None:
@@ -119,11 +140,11 @@ class VisionTransformerConfig:
         for name, default in (("radius", 4.0), ("logit_coeff", 1.0)):
             value = getattr(self, name)
             if not own and value is not None:
-                raise ValueError(f"the variant {self.variant!r} has no option {name}, got {value!r}")
+                raise ValueError(f"the variant {self.variant!r} has no option {name}, got {echo(value)}")
             if own and value is None:
                 object.__setattr__(self, name, default)
-            elif own and (not is_number(value) or not 0.0 < value < math.inf):
-                raise ValueError(f"{name} must be positive and finite, got {value!r}")
+            elif own:
+                check_positive(name, value)
 
     @property
     def tokens(self) -> int:

@@ -60,6 +60,7 @@ class VisionTransformer(SavedModel):
             raise TypeError(f"config must be a VisionTransformerConfig, got {type(config).__name__}")
         self.config = config
         self.body = nn.Sequential(_steps(config))
+        self.remember_parts()
 
     @property
     def head(self) -> nn.Linear:

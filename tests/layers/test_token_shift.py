@@ -188,6 +188,7 @@ def test_attention_along_the_other_axis_is_refused(wrap: Callable[[nn.Module], o
     wrap(nn.Sequential(lf.TokenShift(8), attention))
 
 
+@pytest.mark.slow
 def test_a_block_around_it_is_exported_for_any_number_of_tokens() -> None:
     block, n = lf.InvertibleResidual(branch(), mode="causal"), torch.export.Dim("n", min=6, max=512)
     x = torch.randn(2, 20, 8, dtype=torch.float64)

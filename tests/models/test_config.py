@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pytest
@@ -97,6 +98,38 @@ def test_a_wrong_entry_is_named(options: dict[str, Any], message: str) -> None:
     entries = {"variant": "contractive", "vocab_size": 50, **options}
     with pytest.raises(ValueError, match=message):
         LanguageModelConfig.from_dict(entries)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"vocab_size": 10**13}, "vocab_size must be at most 16777216, got 10000000000000"),
+        ({"vocab_size": True}, "vocab_size must be an integer >= 1, got True"),
+        (
+            {"vocab_size": 2**24, "dim": 1024},
+            r"at most 1e\+10 parameters, got about .* vocab_size=16777",
+        ),
+        ({"dim": 10**5000, "num_heads": 1}, "must be at most 16777216, got int of 16610 bits"),
+        ({"dim": 2**20}, r"at most 1e\+10 parameters, got about 4e\+13 with .*dim=1048576"),
+        ({"hidden": 10**30}, "hidden must be at most 16777216, got 1000"),
+        ({"num_layers": 10**9}, "num_layers must be at most 10000, got 1000000000"),
+        ({"max_len": 10**400}, "max_len must be at most 2147483647, got 1000"),
+        ({"dropout": 10**400}, r"dropout must be in \[0, 1\), got 1000"),
+        ({"dropout": math.nan}, r"dropout must be in \[0, 1\), got nan"),
+        ({"query_scale": 10**400}, "query_scale must be positive and finite, got 10000"),
+        ({"query_scale": 1e300}, "query_scale must be .* got 1e.300; allowed is 1e-30 to 1e30"),
+        ({"coeff": 10**5000}, "coeff must be positive and finite, got int of 16610 bits"),
+        ({"coeff": 1e-320}, "coeff must be positive and finite, got 1e-320; allowed is 1e-30 to 1e30"),
+        ({"variant": "lipschitz", "head_coeff": math.inf}, "head_coeff must be .* got inf"),
+        ({"slopes": [10**5000] * 4}, "slopes must be 4 positive numbers, got list"),
+        ({"variant": ["l2"]}, r"variant must be one of .* got \['l2'\]"),
+    ],
+)
+def test_an_absurd_number_is_named_before_memory_is_taken(options: dict[str, Any], message: str) -> None:
+    entries = {"variant": "contractive", "vocab_size": 50, **options}
+    with pytest.raises(ValueError, match=message) as caught:
+        LanguageModelConfig(**entries)
+    assert len(str(caught.value)) < 300
 
 
 def test_unknown_and_missing_entries_are_named() -> None:

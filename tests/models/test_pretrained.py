@@ -11,6 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 
+import lipformer as lf
 from lipformer.models import LanguageModel
 from lipformer.models import _pretrained as pretrained
 from tests.models.variants import CASES, VOCABULARY, build, fit, tokens
@@ -38,6 +39,47 @@ def test_the_dtype_is_kept(tmp_path: Path) -> None:
     build("lipschitz").double().save_pretrained(tmp_path)
     again = LanguageModel.from_pretrained(tmp_path)
     assert {p.dtype for p in again.parameters()} == {torch.float64}
+
+
+def test_each_tensor_keeps_its_dtype(tmp_path: Path) -> None:
+    model = build("invertible")
+    model.embedding.bfloat16()
+    model.body.get_submodule("readout").double()
+    model.save_pretrained(tmp_path)
+    again = LanguageModel.from_pretrained(tmp_path)
+    dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+    assert len(set(dtypes.values())) > 2
+    assert {name: tensor.dtype for name, tensor in again.state_dict().items()} == dtypes
+    for name, tensor in again.state_dict().items():
+        assert torch.equal(tensor, model.state_dict()[name])
+    assert all(p.requires_grad and p.is_leaf for p in again.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64, torch.float8_e5m2], ids=str)
+def test_weights_that_are_no_usual_floats_are_named(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = build("l2_tied")
+    state = model.state_dict()
+    state["embedding.weight"] = state["embedding.weight"].to(dtype)
+    pretrained.save(tmp_path, model.config, state)
+    with pytest.raises(ValueError, match=f"embedding.weight must have .*float32 or.*, got {dtype}"):
+        LanguageModel.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_baked_model_is_saved_only_if_it_can_be_loaded(case: str, tmp_path: Path) -> None:
+    model, x = build(case).eval(), tokens(2, 9)
+    model.initialize(x)
+    baked = lf.bake(model)
+    assert isinstance(baked, LanguageModel)
+    changed = [type(m) for m in model.modules()] != [type(m) for m in baked.modules()]
+    assert changed or case.partition(" ")[0] in ("dot_product", "l2", "l2_tied")
+    if changed:
+        with pytest.raises(ValueError, match="a model with .* at body.*, got .*before lipformer.bake"):
+            baked.save_pretrained(tmp_path / "new")
+        assert not (tmp_path / "new").exists()
+    else:
+        baked.save_pretrained(tmp_path)
+        assert torch.equal(LanguageModel.from_pretrained(tmp_path)(x), baked(x))
 
 
 def test_a_save_replaces_the_one_before(tmp_path: Path) -> None:
