@@ -11,6 +11,8 @@ import torch
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
 
+from training.safety import terminated_is_told
+
 TRAINER: dict[str, Any] = {
     "accelerator": "auto",
     "devices": 1,
@@ -35,16 +37,17 @@ class RecipeCLI(LightningCLI):
         **kwargs: Any,
     ) -> None:
         prepare_process()
-        super().__init__(
-            model,
-            data,
-            seed_everything_default=0,
-            trainer_defaults={**TRAINER, **trainer_defaults},
-            save_config_kwargs={"overwrite": True},
-            # Plain values in checkpoints, so that they load without unpickling classes.
-            load_from_checkpoint_support=False,
-            **kwargs,
-        )
+        with terminated_is_told():
+            super().__init__(
+                model,
+                data,
+                seed_everything_default=0,
+                trainer_defaults={**TRAINER, **trainer_defaults},
+                save_config_kwargs={"overwrite": True},
+                # Plain values in checkpoints, so that they load without unpickling classes.
+                load_from_checkpoint_support=False,
+                **kwargs,
+            )
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:

@@ -21,7 +21,7 @@ from training.errors import BadInput
 from training.module import LanguageModule
 from training.monitors import CertificateMonitor, InversionMonitor, TextSample, Throughput
 from training.report import Report
-from training.safety import checkpoint_callbacks
+from training.safety import checkpoint_callbacks, terminated_is_told
 
 # The directories that this process made for its run, until it is over.
 _claimed: list[Path] = []
@@ -166,7 +166,8 @@ def run(arguments: list[str] | None = None) -> TrainingCLI:
     warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
     logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
     try:
-        return _start(arguments)
+        with terminated_is_told():
+            return _start(arguments)
     except BadInput:
         for folder in _claimed:  # nothing was trained: the number is free again
             if not (folder / "checkpoints").exists():

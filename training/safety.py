@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -22,6 +24,18 @@ def checkpoint_callbacks(every: int) -> list[L.Callback]:
         filename="best", monitor="val/nats", save_top_k=1, enable_version_counter=False
     )
     return [last, best, Safety()]
+
+
+@contextmanager
+def terminated_is_told() -> Iterator[None]:
+    """Ends the process with 128 + 15 after SIGTERM, as shells and schedulers expect.
+
+    What Lightning raises then would end it with 0, like a run that is complete.
+    """
+    try:
+        yield
+    except SIGTERMException as end:
+        raise SystemExit(128 + signal.SIGTERM) from end
 
 
 class Safety(L.Callback):

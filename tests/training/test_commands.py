@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from lipformer.models import VARIANTS, LanguageModel
 from tests.training.tiny import LIGHTNING_WARNINGS, write_corpus
 from training.__main__ import main
 from training.checkpoints import write_checkpoint
+from training.monitors import Throughput
 
 pytestmark = pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
 ROOT = Path(__file__).resolve().parents[2]
@@ -113,6 +116,35 @@ def test_a_run_from_fit_to_export(command: Run, tiny: list[object], tmp_path: Pa
     code, _, _ = command("fit", *tiny, "--ckpt_path", last, "--data.batch_size", 3)
     assert code == 2
     assert not (tmp_path / "runs" / "2").exists(), "a refused run leaves no directory"
+
+
+@pytest.mark.parametrize(
+    ("number", "expected", "told"),
+    [(signal.SIGTERM, 143, "terminated"), (signal.SIGINT, 1, "interrupted")],
+)
+def test_a_signal_ends_a_run_with_a_checkpoint_and_an_exit_code(
+    command: Run,
+    tiny: list[object],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
+    expected: int,
+    told: str,
+) -> None:
+    def signalled(self: Throughput, trainer: Any, *_: object) -> None:
+        if trainer.global_step == 2:
+            signal.raise_signal(number)
+
+    monkeypatch.setattr(Throughput, "on_train_batch_end", signalled)
+    before = signal.getsignal(signal.SIGINT)
+    less = ["--certificate.enabled", "false", "--text.enabled", "false"]
+    code, out, err = command("fit", *tiny, *less, "--trainer.val_check_interval", 4)
+    signal.signal(signal.SIGINT, before)  # Lightning leaves it ignored after Ctrl-C
+    assert code == expected
+    path = tmp_path / "runs" / "0" / "checkpoints" / "interrupted.ckpt"
+    assert f"{told} at step 2; go on with the same command and --ckpt_path {path}" in out
+    assert "Traceback" not in err
+    assert torch.load(path, weights_only=True)["global_step"] == 2
 
 
 def test_help_is_readable(command: Run) -> None:
