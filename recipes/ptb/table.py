@@ -4,14 +4,16 @@
 
 reads every run below the directory (VARIANT/0, VARIANT/1, ...: one for each seed) and prints a Markdown
 table: the mean over the seeds with its smallest and largest value, the certified constant and what the
-attack reached. Runs of unequal numbers of steps are refused. A certificate below its attack at any
-validation is an error: exit code 1.
+attack reached. Runs of unequal numbers of steps are refused. A certificate that is not at or above the
+attack of the same validation, because it is below it or one of them is missing or no number, is an
+error: exit code 1.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import math
 import statistics
 import sys
 from collections import defaultdict
@@ -23,6 +25,7 @@ from training.checkpoints import load_model
 from training.errors import BadInput
 
 _BASELINE, _PUBLISHED = "dot_product", "contractive_kim2021"
+_BOUND, _ESTIMATE = "certificate/bound", "certificate/estimate"
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,8 @@ class Run:
         steps: of training.
         nats: of the last validation.
         bounds: certified constants, one for each validation; empty without a certificate.
-        estimates: what the attack reached, beside each of them.
+        estimates: what the attack reached, one for each validation: beside the bounds, where there are
+            bounds. What is missing in the log is NaN in both.
         speed: characters per second, the median over the log's lines.
         inversion: largest inversion error of any validation, None if the model has no inverse.
     """
@@ -50,9 +54,12 @@ class Run:
     inversion: float | None
 
     @property
-    def broken(self) -> bool:
-        """Whether an attack passed the certificate at some validation."""
-        return any(e > b for b, e in zip(self.bounds, self.estimates, strict=False))
+    def broken(self) -> str:
+        """The first validation whose certificate is not at or above its attack; empty without one."""
+        pairs = zip(self.bounds, self.estimates, strict=True) if self.bounds else ()
+        # Not `estimate > bound`, which is false where one of them is NaN.
+        wrong = [f"certified {b:.6g}, attack {e:.6g}" for b, e in pairs if not e <= b]
+        return wrong[0] if wrong else ""
 
 
 def read_run(folder: Path) -> Run:
@@ -60,12 +67,18 @@ def read_run(folder: Path) -> Run:
     with (folder / "metrics.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
 
-    def column(name: str) -> tuple[float, ...]:
+    def number(row: dict[str, str], name: str) -> float:
         try:
-            return tuple(float(row[name]) for row in rows if row.get(name))
+            return float(row.get(name) or math.nan)
         except ValueError as error:
             raise BadInput(f"{folder / 'metrics.csv'} is damaged: {error}") from error
 
+    def column(name: str) -> tuple[float, ...]:
+        return tuple(number(row, name) for row in rows if row.get(name))
+
+    # A bound and its estimate are of one validation, which is one row.
+    judged = [row for row in rows if row.get(_BOUND) or row.get(_ESTIMATE)]
+    certified = any(row.get(_BOUND) for row in judged)
     nats, inversion = column("val/nats"), column("inversion/error")
     if not nats or not column("step"):
         raise BadInput(f"the run {str(folder)!r} has no validation: it has not ended")
@@ -75,8 +88,8 @@ def read_run(folder: Path) -> Run:
         parameters=sum(p.numel() for p in model.parameters()),
         steps=int(column("step")[-1]) + 1,
         nats=nats[-1],
-        bounds=column("certificate/bound"),
-        estimates=column("certificate/estimate"),
+        bounds=tuple(number(row, _BOUND) for row in judged) if certified else (),
+        estimates=tuple(number(row, _ESTIMATE) for row in judged),
         speed=statistics.median(column("train/characters_per_second") or (float("nan"),)),
         inversion=max(inversion) if inversion else None,
     )
@@ -143,10 +156,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BadInput as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    broken = [run.variant for run in runs if run.broken]
+    broken = [f"{run.variant} ({run.broken})" for run in runs if run.broken]
     checked = sum(len(run.bounds) for run in runs)
     if broken:
-        print(f"\nan attack passed the certificate of {', '.join(broken)}", file=sys.stderr)
+        print(f"\nno certificate at or above the attack: {', '.join(broken)}", file=sys.stderr)
         return 1
     print(f"\nAt each of {checked} validations with a certificate it was at or above the attack.")
     return 0

@@ -16,7 +16,7 @@ from training.errors import BadInput
 RUN = Run("l2_tied", 10, 100, 1.5, (8.0, 9.0), (2.0, 3.0), 1000.0, None)
 
 
-def write_run(folder: Path, nats: float, bound: float = 9.0) -> int:
+def write_run(folder: Path, nats: float, bound: object = 9.0, estimate: object = 3.0) -> int:
     """A finished run; returns its number of parameters."""
     model = LanguageModel(LanguageModelConfig("l2_tied", 5, dim=8, num_heads=2, num_layers=1))
     state = {f"model.{name}": value for name, value in model.state_dict().items()}
@@ -24,7 +24,7 @@ def write_run(folder: Path, nats: float, bound: float = 9.0) -> int:
     write_checkpoint(checkpoint, folder / "checkpoints" / "last.ckpt")
     (folder / "metrics.csv").write_text(
         "certificate/bound,certificate/estimate,step,train/characters_per_second,val/nats\n"
-        f",,49,500,\n8.0,2.0,49,,2.0\n,,99,700,\n{bound},3.0,99,,{nats}\n"
+        f",,49,500,\n8.0,2.0,49,,2.0\n,,99,700,\n{bound},{estimate},99,,{nats}\n"
     )
     return sum(p.numel() for p in model.parameters())
 
@@ -66,7 +66,34 @@ def test_main(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "At each of 2 validations" in capsys.readouterr().out
     write_run(tmp_path / "l2_tied" / "1", 1.5, bound=2.9)
     assert main([str(tmp_path)]) == 1
-    assert "passed the certificate of l2_tied" in capsys.readouterr().err
+    told = "no certificate at or above the attack: l2_tied (certified 2.9, attack 3)"
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("bound", "estimate"), [("nan", 3.0), (9.0, "nan"), ("nan", "nan"), (9.0, ""), ("", 3.0)]
+)
+def test_what_is_not_a_number_is_no_certificate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], bound: object, estimate: object
+) -> None:
+    write_run(tmp_path / "l2_tied" / "0", 1.5, bound, estimate)
+    assert main([str(tmp_path)]) == 1
+    assert "no certificate at or above the attack: l2_tied (" in capsys.readouterr().err
+
+
+def test_bounds_meet_the_attacks_of_their_own_row(tmp_path: Path) -> None:
+    """The first row has no bound: the second's 2.5 is above the first attack, and below its own."""
+    folder = tmp_path / "l2_tied" / "0"
+    write_run(folder, 1.5)
+    (folder / "metrics.csv").write_text(
+        "certificate/bound,certificate/estimate,step,val/nats\n,2.0,49,2.0\n2.5,3.0,99,1.5\n4.0,2.0,99,1.5\n"
+    )
+    run = read_run(folder)
+    assert run.bounds[1:] == (2.5, 4.0)
+    assert run.estimates == (2.0, 3.0, 2.0)
+    assert dataclasses.replace(run, bounds=run.bounds[1:], estimates=run.estimates[1:]).broken
+    (folder / "metrics.csv").write_text("certificate/estimate,step,val/nats\n2.0,49,2.0\n")
+    assert (read_run(folder).bounds, read_run(folder).broken) == ((), "")
 
 
 def test_bad_directories(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
