@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import csv
 import math
-import resource
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import scipy.stats
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import lipformer as lf
 from lipformer.analysis import AttentionProbe, GainRow, GainTable, layer_gains, probe_attention
 from lipformer.certificate._jacobian_products import Linearization
 from tests.analysis.models import VOCABULARY, Nested, hugging_face, spread
+from tests.memory import NEEDS_PROC, memory_of
 
 IDS = torch.arange(3, 12) * 7 % VOCABULARY
 
@@ -239,16 +238,24 @@ def test_bad_input() -> None:
         layer_gains(model, [IDS], bound="best")
 
 
+BEFORE = """
+from torch import nn
+from lipformer.analysis import layer_gains
+layer_gains(nn.MultiheadAttention(8, 2, batch_first=True), torch.randn(1, 4, 8), bound=None)
+torch.manual_seed(0)
+layer = nn.MultiheadAttention(768, 12, batch_first=True).requires_grad_(False)
+x = torch.randn(1, 512, 768)
+"""
+MEASURED = """
+(row,) = layer_gains(layer, x, bound=None, generator=torch.Generator().manual_seed(0)).rows
+assert row.converged
+assert row.products < 100, row.products
+"""
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in kilobytes on Linux")
+@NEEDS_PROC
 def test_long_sequences_need_no_dense_matrix() -> None:
-    # N = 512, D = 768, 12 heads: a dense Jacobian would have (N D)^2 entries, 620 GB.
-    torch.manual_seed(0)
-    layer = nn.MultiheadAttention(768, 12, batch_first=True).requires_grad_(False)
-    x = torch.randn(1, 512, 768)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    (row,) = layer_gains(layer, x, bound=None, generator=torch.Generator().manual_seed(0)).rows
-    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
-    assert row.converged
-    assert row.products < 100
-    assert grown < 1500, f"{grown:.0f} MB"
+    """N = 512, D = 768, 12 heads: a dense Jacobian would have (N D)^2 entries, 620 GB."""
+    before, after = memory_of(BEFORE, MEASURED)
+    assert after - before < 1500 * 2**20, f"{(after - before) / 2**20:.0f} MB"

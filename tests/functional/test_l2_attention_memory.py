@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lipformer.functional import l2_attention
+from tests.memory import NEEDS_PROC, memory_of
 
 N = 2048
 
@@ -81,33 +79,23 @@ def test_the_probe_sees_a_quadratic_tensor() -> None:
         assert largest({}).numel >= N * N
 
 
-PEAK = """
+BEFORE = """
 import sys, torch
 from lipformer.functional import l2_attention
-torch.set_num_threads(1)
-
-def peak():
-    # Not getrusage: its ru_maxrss begins with the peak of the process that started this one.
-    with open("/proc/self/status") as lines:
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
-
 small = torch.randn(1, 2, 64, 8, requires_grad=True)
 l2_attention(small, is_causal=True).sum().backward()  # what the libraries need once
-before = peak()
+"""
+MEASURED = """
 y = torch.randn(1, 2, 8192, 8, requires_grad=True)
 l2_attention(y, is_causal=sys.argv[1] == "causal").square().sum().backward()
 assert bool(torch.isfinite(y.grad).all())
-print(before, peak())
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
+@NEEDS_PROC
 @pytest.mark.parametrize("mask", ["none", "causal"])
 def test_8192_tokens_with_backward_stay_below_one_gigabyte(mask: str) -> None:
     """Beyond the libraries they take 100 MB; one 8192 x 8192 matrix alone is 256 MB per head."""
-    command = [sys.executable, "-c", PEAK, mask]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr
-    before, after = map(int, result.stdout.split())
+    before, after = memory_of(BEFORE, MEASURED, mask)
     assert after < 2**30
     assert after - before < 100 * 2**20
