@@ -6,6 +6,8 @@ import os
 import pickle
 import tempfile
 import zipfile
+import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +45,11 @@ def read_checkpoint(path: str | os.PathLike[str], map_location: Any = "cpu") -> 
     """A checkpoint's tensors and plain values; nothing in it is executed.
 
     Raises:
-        BadInput: there is no such file, it is truncated, or it is not one of ours.
+        BadInput: there is no such file, it is truncated or damaged, or it is not one of ours.
     """
     if not Path(path).is_file():
         raise BadInput(f"there is no checkpoint {str(path)!r}")
+    _check_sums(path)
     try:
         found = torch.load(path, map_location=map_location, weights_only=True)
     except (
@@ -69,6 +72,23 @@ def read_checkpoint(path: str | os.PathLike[str], map_location: Any = "cpu") -> 
     if not parts or not all(isinstance(part, dict) for part in parts):
         raise BadInput(f"{str(path)!r} is not the checkpoint of a lipformer language model")
     return found
+
+
+def _check_sums(path: str | os.PathLike[str]) -> None:
+    """Refuses a file with flipped bits: torch reads tensors without looking at their checksums."""
+    if not _is_whole(path):
+        return
+    try:
+        with zipfile.ZipFile(path) as file:
+            wrong = file.testzip()
+    except (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError, ValueError) as error:
+        raise BadInput(f"{str(path)!r} is damaged: {_first_line(error)}") from error
+    if wrong is not None:
+        raise BadInput(f"{str(path)!r} is damaged: its part {wrong!r} does not have its checksum")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _is_whole(path: str | os.PathLike[str]) -> bool:
@@ -94,9 +114,43 @@ class CheckpointFiles(TorchCheckpointIO):
         if "://" in str(path):
             return super().load_checkpoint(path, map_location, weights_only=True)
         found = read_checkpoint(path, map_location or "cpu")
-        if "pytorch-lightning_version" not in found:
-            raise BadInput(f"{str(path)!r} holds a model but no run that could be resumed")
+        _check_is_run(found, path)
         return found
+
+
+def _check_is_run(found: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    if "pytorch-lightning_version" not in found:
+        raise BadInput(f"{str(path)!r} holds a model but no run that could be resumed")
+
+
+def check_run(path: str | os.PathLike[str], command: str) -> None:
+    """Looks at all that fit, validate or test will take from a checkpoint, before anything is written.
+
+    Raises:
+        BadInput: it cannot be read, or something in it is missing or of another shape.
+    """
+    found = read_checkpoint(path)
+    _check_is_run(found, path)
+    _model_of(found, path)
+    loops = found.get("loops")
+    missing = [] if isinstance(loops, dict) and f"{command}_loop" in loops else ["loops"]
+    if command != "fit" and loops is None:
+        missing = []  # to judge a model its weights are enough
+    if command == "fit":
+        missing += [
+            name
+            for name in ("optimizer_states", "lr_schedulers")
+            if not _is_list_of_states(found.get(name))
+        ]
+    if missing:
+        raise BadInput(
+            f"{str(path)!r} has no usable {', '.join(missing)}: {command} cannot go on from it. Its "
+            "weights are there: python -m training export, then --model.pretrained"
+        )
+
+
+def _is_list_of_states(part: Any) -> bool:
+    return isinstance(part, list) and len(part) > 0 and all(isinstance(state, dict) for state in part)
 
 
 def load_model(path: str | os.PathLike[str]) -> LanguageModel:
@@ -110,19 +164,47 @@ def load_model(path: str | os.PathLike[str]) -> LanguageModel:
             return LanguageModel.from_pretrained(path)
         except (OSError, ValueError) as error:
             raise BadInput(str(error)) from error
-    found = read_checkpoint(path)
+    return _model_of(read_checkpoint(path), path).eval()
+
+
+def _model_of(found: Mapping[str, Any], path: str | os.PathLike[str]) -> LanguageModel:
+    """The model that a checkpoint describes, with its weights; draws no random numbers."""
     try:
-        model = LanguageModel(LanguageModelConfig.from_dict(found["lipformer"]["config"]))
-        weights = {
-            name.removeprefix(_PREFIX): value
-            for name, value in found["state_dict"].items()
-            if name.startswith(_PREFIX)
-        }
-        model.load_state_dict(weights)
+        with torch.random.fork_rng(devices=[]):
+            model = LanguageModel(LanguageModelConfig.from_dict(found["lipformer"]["config"]))
+        expected = {f"{_PREFIX}{name}": value for name, value in model.state_dict().items()}
+        wrong = _differences(found["state_dict"], expected)
+        if not wrong:
+            model.load_state_dict(
+                {name: found["state_dict"][_PREFIX + name] for name in model.state_dict()}
+            )
     except (ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:
-        reason = str(error).splitlines()[0]
-        raise BadInput(f"{str(path)!r} does not hold the model it describes: {reason}") from error
-    return model.eval()
+        wrong = _first_line(error)
+    if wrong:
+        raise BadInput(f"{str(path)!r} does not hold the model it describes: {wrong}")
+    return model
+
+
+def _differences(found: Mapping[str, Any], expected: Mapping[str, Tensor]) -> str:
+    """What keeps weights from being loaded, in words; empty if nothing does."""
+    missing = [name for name in expected if name not in found]
+    unknown = [str(name) for name in found if name not in expected]
+    shapes = [
+        f"{name} ({tuple(getattr(found[name], 'shape', ()))}, not {tuple(value.shape)})"
+        for name, value in expected.items()
+        if name in found and getattr(found[name], "shape", None) != value.shape
+    ]
+    told = {
+        "weights are missing": missing,
+        "unknown weights": unknown,
+        "weights of other shapes": shapes,
+    }
+    return "; ".join(f"{what}: {_some(names)}" for what, names in told.items() if names)
+
+
+def _some(names: list[str], most: int = 3) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def whole_model(model: LanguageModel) -> LanguageModel:

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import ProgressBar, RichProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
-from training.checkpoints import CheckpointFiles, read_checkpoint
+from training.checkpoints import CheckpointFiles, check_run
 from training.data import CharacterData
 from training.errors import BadInput
 from training.module import LanguageModule
@@ -134,7 +134,7 @@ class TrainingCLI(LightningCLI):
         command = self.config.get("subcommand")
         path = self.config[command].get("ckpt_path") if command else None
         if path is not None and "://" not in str(path) and not Path(path).is_dir():
-            read_checkpoint(path)
+            check_run(path, str(command))
 
 
 def _has(callbacks: list[Any], kind: type) -> bool:

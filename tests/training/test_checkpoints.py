@@ -75,6 +75,22 @@ def test_a_checkpoint_cannot_run_code(tmp_path: Path) -> None:
     assert not (tmp_path / "harm").exists()
 
 
+def test_flipped_bits_are_noticed(tmp_path: Path) -> None:
+    """In the middle of a tensor, where the file's structure stays what it was."""
+    path, saved = tmp_path / "a.ckpt", checkpoint()
+    write_checkpoint(saved, path)
+    whole = path.read_bytes()
+    tensor = max(saved["state_dict"].values(), key=torch.numel).numpy().tobytes()
+    at = whole.index(tensor) + len(tensor) // 2
+    path.write_bytes(whole[:at] + bytes([whole[at] ^ 0x40]) + whole[at + 1 :])
+    assert torch.load(path, weights_only=True), "torch does not notice"
+    for read in (read_checkpoint, load_model, CheckpointFiles().load_checkpoint):
+        with pytest.raises(
+            BadInput, match=r"a.ckpt' is damaged: its part '.*' does not have its checksum"
+        ):
+            read(path)
+
+
 def test_other_files_are_refused_in_a_line(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="there is no checkpoint '.*nowhere.ckpt'"):
         load_model(tmp_path / "nowhere.ckpt")

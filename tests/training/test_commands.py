@@ -68,7 +68,9 @@ def saved(variant: str, path: Path, **options: object) -> Path:
     model = VARIANTS[variant](5, **options)
     weights = {f"model.{name}": value for name, value in model.state_dict().items()}
     config = {"config": model.config.to_dict()}
-    run = {"pytorch-lightning_version": "2.6.0", "global_step": 1, "loops": {}}
+    loops = {"fit_loop": {}, "validate_loop": {}}
+    run = {"pytorch-lightning_version": "2.6.0", "global_step": 1, "loops": loops}
+    run |= {"optimizer_states": [{}], "lr_schedulers": [{}]}
     write_checkpoint({"lipformer": config, "state_dict": weights, **run}, path)
     return path
 
@@ -235,6 +237,47 @@ def test_bad_input_is_told_in_one_line(
     assert "Traceback" not in err
     assert (tmp_path / "full" / "mine").read_text() == "kept"
     assert not list((tmp_path / "runs").rglob("*.ckpt"))
+
+
+# What is done to a checkpoint, and what is told of it.
+DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "weights": (
+        lambda saved: saved["state_dict"].pop("model.embedding.weight"),
+        "does not hold the model it describes: weights are missing: model.embedding.weight",
+    ),
+    "shapes": (
+        lambda saved: saved["state_dict"].update({"model.embedding.weight": torch.zeros(2, 3)}),
+        "weights of other shapes: model.embedding.weight ((2, 3), not (5, 8))",
+    ),
+    "optimiser": (lambda saved: saved.pop("optimizer_states"), "has no usable optimizer_states"),
+    "loops": (lambda saved: saved.pop("loops"), "has no usable loops"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_checkpoints_with_missing_parts_are_refused(
+    command: Run, tiny: list[object], checkpoint: Path, tmp_path: Path, name: str
+) -> None:
+    damage, told = DAMAGE[name]
+    saved = torch.load(checkpoint, weights_only=True)
+    damage(saved)
+    write_checkpoint(saved, checkpoint)
+    before = checkpoint.read_bytes()
+    commands: list[list[object]] = [["fit", *tiny, "--ckpt_path", checkpoint]]
+    if name in ("weights", "shapes"):  # all that these commands need
+        commands += [["certify", checkpoint], ["sample", checkpoint]]
+        commands += [["export", checkpoint, tmp_path / "model"]]
+    else:
+        assert command("export", checkpoint, tmp_path / "weights")[0] == 0
+    for given in commands:
+        code, _, err = command(*given)
+        assert code == 2
+        (line,) = err.splitlines()
+        assert line.startswith(f"error: {str(checkpoint)!r} ")
+        assert told in line
+    assert checkpoint.read_bytes() == before
+    assert not (tmp_path / "model").exists()
+    assert not (tmp_path / "runs").exists()
 
 
 def test_an_unknown_option_is_refused(command: Run, tiny: list[object], tmp_path: Path) -> None:
