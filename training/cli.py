@@ -6,11 +6,13 @@ import logging
 import os
 import shutil
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ProgressBar, RichProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
@@ -28,6 +30,17 @@ _claimed: list[Path] = []
 
 # How launchers tell a process which of several it is.
 _RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
+
+# The least values of the Trainer's numbers that it does not check itself, or only after a while.
+_LEAST = {
+    "check_val_every_n_epoch": 1,
+    "log_every_n_steps": 1,
+    "accumulate_grad_batches": 1,
+    "gradient_clip_val": 0,
+    "num_sanity_val_steps": -1,
+    "min_steps": 0,
+    "min_epochs": 0,
+}
 
 
 def claim_directory(root: str | os.PathLike[str]) -> Path:
@@ -109,6 +122,7 @@ class TrainingCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         """Adds logs, checkpoints and progress bar where the configuration does not say otherwise."""
         config = self._get(self.config_init, "trainer", default={})
+        _check_numbers(config)
         given = list(config.get("callbacks") or [])
         plugins = config.get("plugins") or []
         plugins = list(plugins) if isinstance(plugins, (list, tuple)) else [plugins]
@@ -125,9 +139,19 @@ class TrainingCLI(LightningCLI):
             if every < 1:
                 raise BadInput(f"--checkpoint_every must be at least 1, got {every}")
             extra += checkpoint_callbacks(every)
-        return super().instantiate_trainer(
-            callbacks=given + extra, plugins=[*plugins, CheckpointFiles()], **kwargs
-        )
+        try:
+            return super().instantiate_trainer(
+                callbacks=given + extra, plugins=[*plugins, CheckpointFiles()], **kwargs
+            )
+        except (TypeError, ValueError) as error:
+            raise BadInput(f"--trainer: {_first_line(error)}") from error
+
+    def _set_seed(self) -> None:
+        """Seeds all generators."""
+        try:
+            super()._set_seed()
+        except ValueError as error:
+            raise BadInput(f"--seed_everything: {error}") from error
 
     def _parse_ckpt_path(self) -> None:
         """Looks at the checkpoint before anything is built or written."""
@@ -135,6 +159,20 @@ class TrainingCLI(LightningCLI):
         path = self.config[command].get("ckpt_path") if command else None
         if path is not None and "://" not in str(path) and not Path(path).is_dir():
             check_run(path, str(command))
+
+
+def _check_numbers(trainer: Mapping[str, Any]) -> None:
+    for name, least in _LEAST.items():
+        value = trainer.get(name)
+        if isinstance(value, (int, float)) and not value >= least:
+            raise BadInput(f"--trainer.{name} must be at least {least}, got {value}")
+    interval = trainer.get("val_check_interval")
+    if isinstance(interval, (int, float)) and not interval > 0:
+        raise BadInput(f"--trainer.val_check_interval must be positive, got {interval}")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _has(callbacks: list[Any], kind: type) -> bool:
@@ -178,14 +216,17 @@ def run(arguments: list[str] | None = None) -> TrainingCLI:
 
 
 def _start(arguments: list[str] | None) -> TrainingCLI:
-    return TrainingCLI(
-        LanguageModule,
-        CharacterData,
-        args=arguments,
-        seed_everything_default=0,
-        trainer_defaults={"enable_model_summary": False},
-        # The module has an optimiser of its own.
-        auto_configure_optimizers=False,
-        save_config_callback=SaveConfig,
-        parser_kwargs={"prog": "python -m training", **{name: _help(name) for name in _ABOUT}},
-    )
+    try:
+        return TrainingCLI(
+            LanguageModule,
+            CharacterData,
+            args=arguments,
+            seed_everything_default=0,
+            trainer_defaults={"enable_model_summary": False},
+            # The module has an optimiser of its own.
+            auto_configure_optimizers=False,
+            save_config_callback=SaveConfig,
+            parser_kwargs={"prog": "python -m training", **{name: _help(name) for name in _ABOUT}},
+        )
+    except MisconfigurationException as error:  # options that the Trainer refuses
+        raise BadInput(f"--trainer: {_first_line(error)}") from error

@@ -101,6 +101,10 @@ class LanguageModule(L.LightningModule):
             raise BadInput(f"--model.weight_decay must be finite and not negative, got {weight_decay}")
         if not all(0.0 <= beta < 1.0 for beta in betas):
             raise BadInput(f"--model.betas must lie in [0, 1), got {betas}")
+        if warmup < 0:
+            raise BadInput(f"--model.warmup must be at least 0, got {warmup}")
+        if not (0.0 <= final_lr <= 1.0):
+            raise BadInput(f"--model.final_lr must lie in [0, 1], got {final_lr}")
         shape = {
             "dim": dim,
             "num_heads": num_heads,

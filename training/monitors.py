@@ -162,12 +162,20 @@ class TextSample(L.Callback):
         temperature: float = 0.8,
         top_k: int | None = None,
     ) -> None:
+        _at_least_one("text", length=length)
         self.enabled, self.prompt, self.length = enabled, prompt, length
         self.temperature, self.top_k = temperature, top_k
         self.text = ""
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Refuses what it could not write with, before the model is trained."""
+        self._check(pl_module)
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Refuses it in a validation without training, too."""
+        self._check(pl_module)
+
+    def _check(self, pl_module: L.LightningModule) -> None:
         assert isinstance(pl_module, LanguageModule)
         if not self.enabled:
             return

@@ -209,6 +209,21 @@ def test_help_is_readable(command: Run) -> None:
         (["certify", "TEXT"], "truncated or not a checkpoint"),
         (["fit", "TINY", "--model.betas", "[2.0, 0.9]"], "--model.betas must lie in [0, 1), got"),
         (["fit", "TINY", "--model.weight_decay", "-1"], "--model.weight_decay must be finite and not"),
+        (["fit", "TINY", "--model.warmup", "-1"], "--model.warmup must be at least 0, got -1"),
+        (["fit", "TINY", "--model.final_lr", "-1"], "--model.final_lr must lie in [0, 1], got -1.0"),
+        (["fit", "TINY", "--text.length", "-5"], "--text.length must be at least 1, got -5"),
+        (["validate", "TINY", "--text.top_k", "-1"], "--text.top_k must be None or an integer in 1.."),
+        (["fit", "TINY", "--seed_everything", "-5"], "--seed_everything: -5 is not in bounds"),
+        (["fit", "TINY", "--trainer.max_steps", "-5"], "--trainer: `max_steps` must be a non-negative"),
+        (["fit", "TINY", "--trainer.num_nodes", "0"], "--trainer: `num_nodes` must be a positive"),
+        (
+            ["fit", "TINY", "--trainer.accumulate_grad_batches", "0"],
+            "--trainer.accumulate_grad_batches must be at least 1, got 0",
+        ),
+        (
+            ["fit", "TINY", "--trainer.val_check_interval", "0"],
+            "--trainer.val_check_interval must be positive, got 0",
+        ),
         (["fit", "TINY", "--checkpoint_every", "0"], "--checkpoint_every must be at least 1, got 0"),
     ],
 )
@@ -236,7 +251,7 @@ def test_bad_input_is_told_in_one_line(
     assert told in line
     assert "Traceback" not in err
     assert (tmp_path / "full" / "mine").read_text() == "kept"
-    assert not list((tmp_path / "runs").rglob("*.ckpt"))
+    assert not list((tmp_path / "runs").rglob("*"))
 
 
 # What is done to a checkpoint, and what is told of it.
