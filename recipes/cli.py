@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
 
+from recipes.output import usable_directory
 from training.safety import terminated_is_told
 
 TRAINER: dict[str, Any] = {
@@ -58,6 +59,8 @@ class RecipeCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         """The trainer with CSV logs in the output directory, unless another logger is asked for."""
         settings = self._get(self.config_init, "trainer")
+        if settings["default_root_dir"] is not None:
+            usable_directory(settings["default_root_dir"])
         if settings["logger"] is None:
             kwargs["logger"] = CSVLogger(settings["default_root_dir"], name="logs")
         return super().instantiate_trainer(**kwargs)

@@ -17,6 +17,7 @@ from recipes.cli import RecipeCLI
 from recipes.flows.data import PointSets
 from recipes.flows.module import FlowModule
 from recipes.flows.report import Report
+from recipes.output import exit_code
 
 TRAINER = {"max_epochs": 1000, "max_steps": 600, "val_check_interval": 100}
 
@@ -43,17 +44,16 @@ class FlowCLI(RecipeCLI):
             parser.link_arguments(("out", "data.name"), target, compute_fn=directory)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Runs the command line."""
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command line; returns the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     Report.command = shlex.join(["python", "-m", "recipes.flows", *arguments])
-    FlowCLI(
-        FlowModule,
-        PointSets,
-        args=arguments,
-        trainer_defaults=TRAINER,
-    )
+
+    def run() -> None:
+        FlowCLI(FlowModule, PointSets, args=arguments, trainer_defaults=TRAINER)
+
+    return exit_code(run)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -15,6 +15,7 @@ from typing import Any
 from lightning.pytorch.cli import LightningArgumentParser
 
 from recipes.cli import RecipeCLI
+from recipes.output import exit_code
 from recipes.vision.data import ABOUT, ImageData
 from recipes.vision.module import VisionModule
 from recipes.vision.report import Report
@@ -87,7 +88,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     Report.command = shlex.join(["python", "-m", "recipes.vision", *arguments])
-    try:
+
+    def run() -> None:
         VisionCLI(
             VisionModule,
             ImageData,
@@ -96,10 +98,8 @@ def main(arguments: list[str] | None = None) -> int:
             # The module has an optimiser of its own.
             auto_configure_optimizers=False,
         )
-    except BadInput as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+
+    return exit_code(run)
 
 
 if __name__ == "__main__":

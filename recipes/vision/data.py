@@ -186,6 +186,12 @@ class ImageData(L.LightningDataModule):
                 "--data.directory or --data.hub says where mnist and cifar10 are; digits need none. Got "
                 f"name={name}, directory={directory}, hub={hub}"
             )
+        counts = {"batch_size": batch_size, "train_images": train_images, "test_images": test_images}
+        for option, count in counts.items():
+            if count is not None and count < 1:
+                raise BadInput(f"--data.{option} must be at least 1, got {count}")
+        if shift < 0:
+            raise BadInput(f"--data.shift must be >= 0, got {shift}")
         self.name, self.directory, self.hub = name, directory, hub
         self.batch_size, self.shift, self.mirror = batch_size, shift, mirror
         self.train_images, self.test_images = train_images, test_images

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import time
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -18,6 +19,7 @@ from lipformer.models import VisionTransformer
 from recipes.vision.data import ImageData
 from recipes.vision.module import VisionModule
 from recipes.vision.pgd import pgd_accuracy
+from training.errors import BadInput
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,17 @@ class Report(L.Callback):
         attack_restarts: int = 2,
         batch_size: int = 100,
     ) -> None:
+        counts = {
+            "images": images,
+            "attack_steps": attack_steps,
+            "attack_restarts": attack_restarts,
+            "batch_size": batch_size,
+        }
+        for option, count in counts.items():
+            if count < 1:
+                raise BadInput(f"--report.{option} must be at least 1, got {count}")
+        if eps is not None and not all(0.0 < reach < math.inf for reach in eps):
+            raise BadInput(f"--report.eps must be positive and finite numbers, got {eps}")
         self.directory = Path(directory)
         self.eps = sorted(eps or [36 / 255, 72 / 255, 108 / 255, 0.5, 1.0])
         self.images, self.batch_size = images, batch_size

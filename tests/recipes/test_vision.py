@@ -158,6 +158,45 @@ def test_validate_and_bad_input(
     assert "image_size must be a multiple of patch" in capsys.readouterr().err
 
 
+@LIGHTNING
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--report.eps=[-1.0]", "--report.eps must be positive and finite numbers, got [-1.0]"),
+        ("--report.attack_steps=0", "--report.attack_steps must be at least 1, got 0"),
+        ("--report.images=0", "--report.images must be at least 1, got 0"),
+        ("--report.batch_size=0", "--report.batch_size must be at least 1, got 0"),
+        ("--data.batch_size=0", "--data.batch_size must be at least 1, got 0"),
+        ("--data.train_images=0", "--data.train_images must be at least 1, got 0"),
+        ("--data.shift=-1", "--data.shift must be >= 0, got -1"),
+    ],
+)
+def test_what_a_report_could_not_be_made_with_is_refused_before_training(
+    option: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "out"
+    assert run("fit", out, monkeypatch, option) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.rglob("*.ckpt"))
+
+
+@LIGHTNING
+def test_a_file_in_the_place_of_the_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "file"
+    out.write_text("kept")
+    assert run("fit", out, monkeypatch) == 2
+    error = capsys.readouterr().err
+    assert "--out must be a directory that can be written in" in error
+    assert str(out) in error
+    assert out.read_text() == "kept"
+
+
 def small_model(variant: str, steps: int = 60) -> tuple[VisionTransformer, Tensor, Tensor]:
     """A model that has learnt some digits, and digits it has not seen."""
     data = ImageData()
