@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from lipformer.analysis._inputs import check_finite
 from lipformer.analysis._lofast import Modulus, in_double
 from lipformer.analysis._perturbation import flat, modulus_of, radii
 from lipformer.layers._bake import Scaled, round_down
@@ -146,6 +147,7 @@ def _tests(
         )
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
         raise ValueError(f"batch_size must be an integer >= 1, got {batch_size!r}")
+    check_finite(images)
     parts = _parts(model, images[:1])
     *body, head = parts.values()
     weight = _head_weight(head)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lipformer.analysis._ball import combine_heads, joint_norm, root
+from lipformer.analysis._inputs import check_order, check_tokens
 from lipformer.analysis._maps import AttentionMaps, attention_maps
 from lipformer.functional import spectral_norm_bound
 
@@ -101,7 +102,8 @@ def jasmin_loss(attention: AttentionMaps | nn.Module, x: Tensor, mask: Tensor | 
         (*,) in x's dtype; differentiable in x and the weights.
     """
     maps = attention_maps(attention)
-    _check_tokens(maps, x)
+    check_tokens(x, maps.logits.shape[-1])
+    check_order(attention, x)
     steepest = _softmax_gain(maps.weights(x, mask)).amax(-1)
     return steepest.clamp_min(torch.finfo(steepest.dtype).tiny).log().mean(-1)
 
@@ -241,13 +243,6 @@ def _round_up(bound: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _checked(attention: AttentionMaps | nn.Module, x: Tensor) -> tuple[AttentionMaps, Tensor]:
     maps = attention_maps(attention).double()
-    _check_tokens(maps, x)
+    check_tokens(x, maps.logits.shape[-1])
+    check_order(attention, x)
     return maps, x.double()
-
-
-def _check_tokens(maps: AttentionMaps, x: Tensor) -> None:
-    width = maps.logits.shape[-1]
-    if x.ndim < 2 or x.shape[-1] != width or x.shape[-2] < 1 or not x.is_floating_point():
-        raise ValueError(
-            f"x must be floating-point tokens (*, N, {width}), got {tuple(x.shape)} of {x.dtype}"
-        )

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from lipformer.analysis._inputs import check_order, check_tokens
 from lipformer.analysis._lofast_second_order import jacobian_norm, remainder_term
 from lipformer.analysis._lofast_terms import (
     EXACT,
@@ -123,6 +124,7 @@ def lofast_modulus(
     attention = in_double(attention) if isinstance(attention, nn.Module) else attention
     maps = attention_maps(attention).double()
     _check(maps, x, residual, scale)
+    check_order(attention, x)
     terms = _Terms(maps, x.detach().double(), residual, scale, mask)
     return terms.refined() if refined else terms.plain
 
@@ -138,10 +140,7 @@ def in_double(module: nn.Module) -> nn.Module:
 def _check(maps: AttentionMaps, x: Tensor, residual: float, scale: float) -> None:
     """Raises for tokens or factors that do not fit the maps."""
     dim, out = maps.values.shape[1:]
-    if not x.is_floating_point() or x.ndim < 2 or x.shape[-1] != dim or x.shape[-2] == 0:
-        raise ValueError(
-            f"x must be floating point (*, N, {dim}) with N >= 1, got {x.dtype} {tuple(x.shape)}"
-        )
+    check_tokens(x, dim)
     for name, number in (("residual", residual), ("scale", scale)):
         if not math.isfinite(number):
             raise ValueError(f"{name} must be finite, got {number!r}")

@@ -8,6 +8,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from lipformer.analysis._inputs import check_mask
+
 
 @dataclass(frozen=True, eq=False)
 class AttentionMaps:
@@ -104,7 +106,7 @@ class AttentionMaps:
         Args:
             x: tokens.
             mask: bool, True where token i may see token j, broadcastable to (*, 1, N, N); combined
-                with `causal`. Every token must see at least one.
+                with `causal`. Every token must see at least one, else ValueError.
         """
         rows = torch.einsum("...nd,hde->...hne", x, self.logits)
         if self.offset is not None:
@@ -117,13 +119,17 @@ class AttentionMaps:
 
     def allowed(self, x: Tensor, mask: Tensor | None = None) -> Tensor | None:
         """`causal` and mask as one bool mask broadcastable to (*, H, N, N); None if all see all."""
-        if mask is not None and mask.dtype != torch.bool:
-            raise TypeError(f"mask must be bool (True where i may see j), got {mask.dtype}")
+        n = x.shape[-2]
+        if mask is not None:
+            check_mask(mask, n)
         if not self.causal:
             return mask
-        n = x.shape[-2]
         lower = torch.ones(n, n, dtype=torch.bool, device=x.device).tril()
-        return lower if mask is None else lower & mask
+        if mask is None:
+            return lower
+        both = lower & mask
+        check_mask(both, n)
+        return both
 
     def __call__(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """f(x), (*, N, D) -> (*, N, E)."""

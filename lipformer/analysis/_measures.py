@@ -15,6 +15,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from lipformer.analysis._inputs import check_order, check_tokens
 from lipformer.analysis._maps import AttentionMaps, attention_maps
 from lipformer.certificate import Estimate, estimate_lipschitz
 from lipformer.layers import L2MultiheadAttention
@@ -42,7 +43,7 @@ def measure_attention(attention: AttentionMaps | nn.Module, x: Tensor, weights: 
     Returns:
         The tokens (*, N, E) of the image, whose weights are a, in x's dtype. Dropout is off.
     """
-    a = _check_cloud(x, weights)
+    a = _check_cloud(attention, x, weights)
     return _field(attention, x.dtype)(x, x, a.log())
 
 
@@ -268,16 +269,16 @@ def _wide(
     attention: AttentionMaps | nn.Module, x: Tensor, weights: Tensor
 ) -> tuple[Field, Tensor, Tensor]:
     """The field, tokens and weights (summing to one) in float64, without gradient."""
-    a = _check_cloud(x, weights).detach().double()
+    a = _check_cloud(attention, x, weights).detach().double()
     with torch.no_grad():
         field = _field(attention, torch.float64)
     return field, x.detach().double(), a / a.sum(-1, keepdim=True)
 
 
-def _check_cloud(x: Tensor, weights: Tensor) -> Tensor:
+def _check_cloud(attention: AttentionMaps | nn.Module, x: Tensor, weights: Tensor) -> Tensor:
     """The weights (*, N) in x's dtype, or ValueError."""
-    if x.ndim < 2 or x.shape[-2] < 1 or not x.is_floating_point():
-        raise ValueError(f"x must be floating-point tokens (*, N, D), got {tuple(x.shape)} of {x.dtype}")
+    check_tokens(x)
+    check_order(attention, x)
     if weights.shape[-1:] != x.shape[-2:-1] or weights.ndim > x.ndim - 1:
         raise ValueError(
             f"weights must be (*, N) = {tuple(x.shape[:-1])} or (N,), got {tuple(weights.shape)}"

@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from lipformer.analysis._inputs import check_finite
 from lipformer.analysis._lofast import Modulus, in_double, lofast_modulus
 from lipformer.analysis._lofast_terms import EXACT
 from lipformer.analysis._maps import HasAttentionMaps, attention_maps
@@ -78,6 +79,7 @@ def perturbation_bound(module: nn.Module, x: Tensor, delta: float | Tensor) -> t
         >>> moved.tolist()
         [0.15, 0.15]
     """
+    check_finite(x)
     y, modulus = modulus_of(in_double(module), x.detach().double())
     return y.to(x.dtype), modulus(radii(delta, x, "delta"))
 

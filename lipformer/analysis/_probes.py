@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lipformer.analysis._heads import Heads
+from lipformer.analysis._inputs import check_finite
 from lipformer.analysis._layer_heads import (
     SUPPORTED,
     Site,
@@ -238,6 +239,7 @@ def _check_tokens(tokens: Tensor) -> None:
             "tokens must be ids (N,) or embedded tokens (N, D) of one sequence, got "
             f"{tokens.dtype} {tuple(tokens.shape)}"
         )
+    check_finite(tokens, "tokens")
 
 
 def _default_forward(model: nn.Module, tokens: Tensor) -> Callable[[Tensor], Any]:

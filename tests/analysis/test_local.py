@@ -182,7 +182,7 @@ def test_bad_input() -> None:
     maps = one_head(1.0, 3)
     with pytest.raises(ValueError, match=r"method must be one of .* got 'best'"):
         local_bound(maps, normal(2, 3), method="best")
-    with pytest.raises(ValueError, match=r"\(\*, N, 3\), got \(2, 4\)"):
+    with pytest.raises(ValueError, match=r"\(\*, N, 3\) with N >= 1, got \(2, 4\)"):
         local_bound(maps, normal(2, 4))
     with pytest.raises(ValueError, match=r"got \(3,\)"):
         jasmin_loss(maps, normal(3))

@@ -259,7 +259,7 @@ def test_one_token_and_one_visible_token_have_no_softmax_to_move() -> None:
         ({"eps": -1.0}, "eps must be finite and not negative"),
         ({"eps": float("nan")}, "eps must be finite"),
         ({"eps": torch.ones(7)}, "eps must be a number or of shape"),
-        ({"x": torch.ones(2, 3, 5)}, "x must be floating point"),
+        ({"x": torch.ones(2, 3, 5)}, "x must be floating-point tokens"),
         ({"residual": 1.0}, "keeps the width"),
         ({"scale": float("inf")}, "scale must be finite"),
     ],

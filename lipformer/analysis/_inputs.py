@@ -1,0 +1,76 @@
+"""What the functions here take as tokens and masks, checked in one place."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+def check_tokens(x: Tensor, width: int | None = None) -> None:
+    """ValueError unless x are finite tokens.
+
+    Args:
+        x: (*, N, D), floating point, N >= 1.
+        width: D; any if None.
+    """
+    shape = f"(*, N, {'D' if width is None else width})"
+    fits = isinstance(x, Tensor) and x.ndim >= 2 and (width is None or x.shape[-1] == width)
+    if not fits or x.shape[-2] < 1 or not x.is_floating_point():
+        got = f"{tuple(x.shape)} of {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"x must be floating-point tokens {shape} with N >= 1, got {got}")
+    check_finite(x)
+
+
+def check_finite(x: Tensor, what: str = "x") -> None:
+    """ValueError for NaN or infinite entries: a bound at such a point would be NaN, and mean nothing."""
+    bad = _false(x.isfinite())
+    if bad:
+        raise ValueError(
+            f"{what} must be finite, got {bad} of {x.numel()} entries that are NaN or infinite"
+        )
+
+
+def check_order(layer: object, x: Tensor) -> None:
+    """ValueError for a batch of tokens beside a layer that takes its batch second.
+
+    Its forward would read x as (N, B, D), a bound as (B, N, D), and be one of another input.
+    """
+    if isinstance(layer, nn.Module) and not getattr(layer, "batch_first", True) and x.ndim > 2:
+        raise ValueError(
+            "tokens are (B, N, D), and this layer has batch_first=False: transpose x and give "
+            "attention_maps(layer), or build the layer with batch_first=True; got x of shape "
+            f"{tuple(x.shape)}"
+        )
+
+
+def check_mask(mask: Tensor, n: int) -> None:
+    """Raises unless a mask is bool, True where token i may see token j, and leaves each token a key.
+
+    Args:
+        mask: broadcastable to (*, H, N, N).
+        n: N.
+    """
+    if mask.dtype != torch.bool:
+        raise TypeError(f"mask must be bool (True where i may see j), got {mask.dtype}")
+    if mask.ndim < 1 or any(size not in (1, n) for size in mask.shape[-2:]):
+        raise ValueError(
+            f"mask must be broadcastable to (*, H, N, N) with N = {n}, got {tuple(mask.shape)}"
+        )
+    rows = mask.any(-1)
+    count = _false(rows)
+    if count:
+        raise ValueError(
+            f"{count} of {rows.numel()} rows of the mask, with causality, leave a token without a key; "
+            "a mask is True where token i may see token j, the opposite of the attn_mask and "
+            "key_padding_mask of torch.nn.MultiheadAttention: give ~attn_mask"
+        )
+
+
+def _false(flags: Tensor) -> int:
+    """How many are False; 0 inside `torch.func.vmap`, where no value can be looked at."""
+    try:
+        return flags.numel() - int(flags.sum())
+    except RuntimeError as error:
+        if "vmap" in str(error):
+            return 0
+        raise
