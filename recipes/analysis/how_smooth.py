@@ -111,13 +111,30 @@ def load(options: argparse.Namespace) -> tuple[torch.nn.Module, Tensor, list[int
     # Loading bars and remarks on long inputs are not what this recipe reports.
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    model = transformers.AutoModel.from_pretrained(options.model, attn_implementation="eager")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
+    try:
+        model = transformers.AutoModel.from_pretrained(options.model, attn_implementation="eager")
+        tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
+    # What transformers raises for names and directories that it cannot use; its first line says why.
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        why = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise SystemExit(f"--model {options.model} cannot be loaded: {why}") from None
     around = [tokenizer.cls_token_id, tokenizer.sep_token_id] if options.special else []
     if None in around:
         raise SystemExit(f"--special: the tokenizer of {options.model} has no [CLS] and [SEP]")
-    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return model, torch.tensor(ids), around
+    return model, text_ids(tokenizer, text, options.model), around
+
+
+def text_ids(tokenizer: Any, text: str, model: str) -> Tensor:
+    """The text as ids (T,); ends the program where they would not be the text."""
+    # Without tokenizer files transformers makes one up that knows nothing but its special tokens.
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):
+        raise SystemExit(f"{model} has no tokenizer")
+    ids = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]).long()
+    unknown = 0 if tokenizer.unk_token_id is None else int((ids == tokenizer.unk_token_id).sum())
+    # GPT-2's unknown token is its end of text, which real text seldom holds.
+    if 2 * unknown > len(ids):
+        raise SystemExit(f"the tokenizer of {model} knows too little: {unknown} of {len(ids)} unknown")
+    return ids
 
 
 def sequences(ids: Tensor, around: list[int], options: argparse.Namespace) -> list[Tensor]:

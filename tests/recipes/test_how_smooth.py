@@ -101,3 +101,45 @@ def test_bad_arguments(tmp_path: Path) -> None:
         with pytest.raises(SystemExit, match=match):
             main([*given, "--out", str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
+
+
+def tiny(kind: str) -> hf.PreTrainedModel:
+    if kind == "gpt2":
+        sizes = {"n_embd": 8, "n_layer": 1, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
+        return hf.GPT2Model(hf.GPT2Config(vocab_size=9, **sizes))
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    return hf.BertModel(hf.BertConfig(vocab_size=9, **sizes))
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt2"])
+def test_a_directory_without_a_tokenizer(kind: str, tmp_path: Path) -> None:
+    """transformers makes one up, which reads every text as [UNK] or as nothing."""
+    tiny(kind).save_pretrained(tmp_path / "model")
+    with pytest.raises(SystemExit, match=f"^{tmp_path / 'model'} has no tokenizer$"):
+        main(["--model", str(tmp_path / "model"), *SMALL, "--out", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_text_that_the_tokenizer_does_not_know(tmp_path: Path) -> None:
+    save_words(tmp_path / "model")
+    (tmp_path / "text.txt").write_text("ein Hund sieht the cat " * 9)
+    given = ["--model", str(tmp_path / "model"), "--text", str(tmp_path / "text.txt"), *SMALL]
+    with pytest.raises(SystemExit, match="knows too little: 27 of 45 unknown"):
+        main([*given, "--out", str(tmp_path / "out")])
+
+
+def test_a_model_that_cannot_be_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def offline(*_: object, **__: object) -> None:
+        raise OSError("We couldn't connect to the hub.\nCheck your internet connection.")
+
+    monkeypatch.setattr(hf.AutoModel, "from_pretrained", offline)
+    with pytest.raises(
+        SystemExit, match="^--model no/such cannot be loaded: We couldn't connect"
+    ) as stop:
+        main(["--model", "no/such", *SMALL, "--out", str(tmp_path / "out")])
+    assert "\n" not in str(stop.value)
+    monkeypatch.undo()
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(SystemExit, match="empty cannot be loaded: "):
+        main(["--model", str(tmp_path / "empty"), *SMALL, "--out", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
