@@ -160,6 +160,18 @@ class VisionModule(L.LightningModule):
         images, _ = self.data.images("train", _MEASURED)
         return local_gain(self.model, images.to(self.device))
 
+    def on_train_start(self) -> None:
+        """Refuses to go on past the end of the plan that a checkpoint brought with it."""
+        rate = self.lr_schedulers()
+        assert isinstance(rate, torch.optim.lr_scheduler.OneCycleLR)
+        asked = int(self.trainer.estimated_stepping_batches)
+        if asked > rate.total_steps:
+            raise BadInput(
+                f"--ckpt_path: that run was planned for {rate.total_steps} steps, after which its "
+                f"learning rate is zero, got {asked} steps. A checkpoint finishes an interrupted run: "
+                f"give --trainer.max_steps {rate.total_steps}, or begin a longer run without it"
+            )
+
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Measures the gain now and then; that of "l2" depends on no weight."""
         local = self.model.config.variant == "dot_product"

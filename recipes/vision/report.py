@@ -142,6 +142,11 @@ class Report(L.Callback):
         """Starts the clock."""
         self._begin = time.perf_counter()
 
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Keeps the state so far, in case the run is broken off."""
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            trainer.save_checkpoint(self.directory / "last.ckpt", weights_only=False)
+
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Keeps the weights and writes the report, in the first process only."""
         seconds = time.perf_counter() - self._begin
@@ -199,5 +204,6 @@ class Report(L.Callback):
             f"Median certified radius {radius.median().item():.3f}.\n\n"
             "- `accuracy.png`, `accuracy.csv`: the table; `model/`: the model, for\n"
             "  `lipformer.models.VisionTransformer.from_pretrained`.\n"
-            "- `last.ckpt`: to go on training; `logs/`: CSV logs and the configuration.\n"
+            "- `last.ckpt`: the state at the end; one that an interrupted run leaves is finished by\n"
+            "  `fit --ckpt_path` with the same settings. `logs/`: CSV logs and the configuration.\n"
         )
