@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import ProgressBar, RichProgressBar
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
 
@@ -24,6 +25,14 @@ TRAINER: dict[str, Any] = {
     # The report keeps the last weights, in a run of any length.
     "enable_checkpointing": False,
 }
+
+
+class Progress(RichProgressBar):
+    """Lightning's progress bar; not that of training.cli, whose imports would slow every recipe down."""
+
+    def _get_train_description(self, current_epoch: int) -> str:
+        """Without the number of epochs, which is -1 in runs of a number of steps."""
+        return f"Epoch {current_epoch}"
 
 
 class RecipeCLI(LightningCLI):
@@ -57,12 +66,17 @@ class RecipeCLI(LightningCLI):
         return {name: commands[name] for name in ("fit", "validate", "test")}
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
-        """The trainer with CSV logs in the output directory, unless another logger is asked for."""
+        """CSV logs in the output directory and a bar of its own, unless asked otherwise."""
         settings = self._get(self.config_init, "trainer")
         if settings["default_root_dir"] is not None:
             usable_directory(settings["default_root_dir"])
         if settings["logger"] is None:
             kwargs["logger"] = CSVLogger(settings["default_root_dir"], name="logs")
+        given = list(settings["callbacks"] or [])
+        if settings["enable_progress_bar"] is not False and not any(
+            isinstance(callback, ProgressBar) for callback in given
+        ):
+            kwargs["callbacks"] = [*given, Progress()]
         return super().instantiate_trainer(**kwargs)
 
 

@@ -29,7 +29,9 @@ def test_a_checkpoint_finishes_an_interrupted_run_and_prolongs_none(
         run("fit", tmp_path, monkeypatch, four)
     monkeypatch.setattr(VisionModule, "training_step", step)
     assert torch.load(last, weights_only=True)["global_step"] == 2
-    assert run("fit", tmp_path, monkeypatch, four, f"--ckpt_path={last}") == 0
+    bar = "--trainer.enable_progress_bar=true"
+    assert run("fit", tmp_path, monkeypatch, four, f"--ckpt_path={last}", bar) == 0
+    assert "Epoch 0/-2" not in capsys.readouterr().out
     assert "4 updates" in (tmp_path / "report.md").read_text()
     assert torch.load(last, weights_only=True)["lr_schedulers"][0]["last_epoch"] == 4
     before = last.read_bytes()
