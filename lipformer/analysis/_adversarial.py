@@ -18,10 +18,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lipformer.analysis._ball import check_ball
-from lipformer.analysis._maps import AttentionMaps
+from lipformer.analysis._maps import Attention, AttentionMaps
 
 _DOWN = 1 - 1e-9
 """Lower bounds are rounded down by this: far more than the errors of a float64 SVD."""
@@ -39,16 +39,14 @@ class _Outlier(NamedTuple):
     gap: Tensor
 
 
-def adversarial_tokens(
-    attention: AttentionMaps | nn.Module, n: int, radius: float, *, causal: bool | None = None
-) -> Tensor:
+def adversarial_tokens(attn: Attention, n: int, radius: float, *, causal: bool | None = None) -> Tensor:
     """Tokens (n, D) in a ball whose local gain is at least `ball_lower_bound`: one outlier, then copies.
 
     The gain of the layer there grows like the root of n until :math:`n ~ e^{2gR^2}`. Where a layer's
     values make the origin steeper than every outlier, all tokens are zero.
 
     Args:
-        attention: maps, or a layer that `attention_maps` knows.
+        attn: maps, or a layer that `attention_maps` knows.
         n: number of tokens.
         radius: R.
         causal: token i sees tokens j <= i; None takes it from the maps.
@@ -56,14 +54,12 @@ def adversarial_tokens(
     Returns:
         (n, D), float64, the outlier first.
     """
-    maps, radius, causal = check_ball(attention, radius, causal)
+    maps, radius, causal = check_ball(attn, radius, causal)
     best = _steepest(maps, radius, _log_odds(n, causal, maps))[1]
     return _points(maps, best, radius, n)
 
 
-def ball_lower_bound(
-    attention: AttentionMaps | nn.Module, n: int, radius: float, *, causal: bool | None = None
-) -> float:
+def ball_lower_bound(attn: Attention, n: int, radius: float, *, causal: bool | None = None) -> float:
     r"""Lower bound of the Lipschitz constant on n tokens in a ball, reached at `adversarial_tokens`.
 
     Frobenius norm over tokens, as in `ball_bound`:
@@ -80,7 +76,7 @@ def ball_lower_bound(
     Never below the gain :math:`\|\sum_h W_h\|` at tokens that are all zero.
 
     Args:
-        attention: maps, or a layer that `attention_maps` knows.
+        attn: maps, or a layer that `attention_maps` knows.
         n: number of tokens.
         radius: R.
         causal: None takes it from the maps.
@@ -90,27 +86,27 @@ def ball_lower_bound(
         >>> [round(ball_lower_bound(maps, n, radius=1.0), 2) for n in (2, 10, 1000)]
         [1.09, 2.84, 1.0]
     """
-    maps, radius, causal = check_ball(attention, radius, causal)
+    maps, radius, causal = check_ball(attn, radius, causal)
     return _steepest(maps, radius, _log_odds(n, causal, maps))[0] * _DOWN
 
 
-def adversarial_measure(attention: AttentionMaps | nn.Module, radius: float) -> tuple[Tensor, Tensor]:
+def adversarial_measure(attn: Attention, radius: float) -> tuple[Tensor, Tensor]:
     """Two Diracs on a ball whose W2 gain is at least `mean_field_lower_bound`.
 
     Args:
-        attention: maps, or a layer that `attention_maps` knows.
+        attn: maps, or a layer that `attention_maps` knows.
         radius: R.
 
     Returns:
         Points (2, D), the outlier first, and masses (2,), in float64.
     """
-    maps, radius, _ = check_ball(attention, radius, None)
+    maps, radius, _ = check_ball(attn, radius, None)
     _, best, log_odds = _steepest_measure(maps, radius)
     masses = torch.stack([log_odds.sigmoid(), (-log_odds).sigmoid()])
     return _points(maps, best, radius, 2), masses
 
 
-def mean_field_lower_bound(attention: AttentionMaps | nn.Module, radius: float) -> float:
+def mean_field_lower_bound(attn: Attention, radius: float) -> float:
     r"""Lower bound of the W2 Lipschitz constant on measures in a ball, reached at `adversarial_measure`.
 
     .. math:: \max_{u, s, a} \sqrt{(1-a)/a}\; \Big\|\sum_h M_h W_h\Big\|
@@ -121,10 +117,10 @@ def mean_field_lower_bound(attention: AttentionMaps | nn.Module, radius: float) 
     :math:`gR^2`: 1.3 times as much. It holds for causal attention too, the outlier before the copies.
 
     Args:
-        attention: maps, or a layer that `attention_maps` knows.
+        attn: maps, or a layer that `attention_maps` knows.
         radius: R.
     """
-    maps, radius, _ = check_ball(attention, radius, None)
+    maps, radius, _ = check_ball(attn, radius, None)
     return _steepest_measure(maps, radius)[0] * _DOWN
 
 

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from lipformer.analysis._maps import AttentionMaps, attention_maps
+from lipformer.analysis._maps import Attention, AttentionMaps, attention_maps
 from lipformer.functional import spectral_norm_bound
 
 _EXPONENTS = 257
@@ -59,7 +59,7 @@ def root(x: Tensor) -> Tensor:
 
 
 def ball_bound(
-    attention: AttentionMaps | nn.Module,
+    attn: Attention,
     n: int,
     radius: float,
     *,
@@ -96,7 +96,7 @@ def ball_bound(
     as n grows it tends to `mean_field_bound`.
 
     Args:
-        attention: maps, or a layer that `attention_maps` knows.
+        attn: maps, or a layer that `attention_maps` knows.
         n: number of tokens; the bound holds for fewer too.
         radius: R, the largest norm of a token (`layer_norm_radius` after a LayerNorm).
         causal: token i sees tokens j <= i; None takes it from the maps.
@@ -107,7 +107,7 @@ def ball_bound(
         >>> [round(ball_bound(maps, n, radius=1.0), 2) for n in (2, 10, 1000)]
         [3.65, 5.25, 6.42]
     """
-    maps, radius, causal = check_ball(attention, radius, causal)
+    maps, radius, causal = check_ball(attn, radius, causal)
     if not isinstance(n, int) or n < 1:
         raise ValueError(f"n must be an integer >= 1, got {n!r}")
     with torch.no_grad():
@@ -125,9 +125,7 @@ def ball_bound(
         return _rounded_up(combine_heads(gains, maps.values), n)
 
 
-def mean_field_bound(
-    attention: AttentionMaps | nn.Module, radius: float, *, causal: bool | None = None
-) -> float:
+def mean_field_bound(attn: Attention, radius: float, *, causal: bool | None = None) -> float:
     r"""Upper bound of the Lipschitz constant on measures in a ball, for any number of tokens.
 
     Norm: the Wasserstein distance :math:`W_2` of the token measures (`measure_attention`); for n tokens
@@ -153,11 +151,11 @@ def mean_field_bound(
     :math:`2(1 + 2\beta)e^{2\beta} + \alpha`.
 
     Args:
-        attention: maps, or a layer that `attention_maps` knows.
+        attn: maps, or a layer that `attention_maps` knows.
         radius: R.
         causal: None takes it from the maps.
     """
-    maps, radius, causal = check_ball(attention, radius, causal)
+    maps, radius, causal = check_ball(attn, radius, causal)
     with torch.no_grad():
         alpha, beta = _logit_ranges(maps, radius)
         gains = _causal_mean_field(alpha, beta) if causal else (1 + beta) * beta.exp() + alpha
@@ -190,13 +188,11 @@ def layer_norm_radius(norm: int | nn.LayerNorm | nn.RMSNorm) -> float:
     return (math.sqrt(dim) * scale + shift) * (1 + (dim + 8) * 2.0**-52)
 
 
-def check_ball(
-    attention: AttentionMaps | nn.Module, radius: float, causal: bool | None
-) -> tuple[AttentionMaps, float, bool]:
+def check_ball(attn: Attention, radius: float, causal: bool | None) -> tuple[AttentionMaps, float, bool]:
     """The maps in float64, the radius and whether they are causal; ValueError for a bad radius."""
     if not 0 <= radius < math.inf:
         raise ValueError(f"radius must be finite and not negative, got {radius!r}")
-    maps = attention_maps(attention).double()
+    maps = attention_maps(attn).double()
     return maps, float(radius), maps.causal if causal is None else causal
 
 

@@ -30,8 +30,8 @@ _DOUBT = 1e-9
 @torch.no_grad()
 def certified_radius(
     model: nn.Module,
-    images: Tensor,
-    labels: Tensor,
+    x: Tensor,
+    y: Tensor,
     *,
     max_radius: float = 10.0,
     tol: float = 1e-3,
@@ -56,8 +56,10 @@ def certified_radius(
     Args:
         model: an ``nn.Sequential``, or a module with one as ``body`` that computes the same; in eval
             mode or without dropout. Its last module should be a linear layer, or one times a number.
-        images: (B, *), whatever the model takes; the radius is in their l2 norm.
-        labels: (B,), integers.
+            Dot-product attention stands in it as ``nn.MultiheadAttention(..., batch_first=True)`` or
+            in ``lf.Residual``, ``lf.ConvexResidual``; ``nn.TransformerEncoder`` is not followed.
+        x: images, (B, *), or whatever the model takes; the radius is in their l2 norm.
+        y: labels, (B,), integers.
         max_radius: where the search ends; larger radii are returned as this.
         tol: how far the radius may be below the largest that these bounds certify.
         batch_size: images at a time, which limits memory.
@@ -79,7 +81,7 @@ def certified_radius(
             f"max_radius and tol must be positive and finite, got max_radius={max_radius!r}, tol={tol!r}"
         )
     found = []
-    for test, part in _tests(model, images, labels, batch_size):
+    for test, part in _tests(model, x, y, batch_size):
         low = torch.zeros(len(part), dtype=torch.float64, device=part.device)
         high = torch.full_like(low, max_radius)
         low = torch.where(test(high), high, low)
@@ -93,87 +95,86 @@ def certified_radius(
 
 @torch.no_grad()
 def is_certified(
-    model: nn.Module, images: Tensor, labels: Tensor, eps: float | Tensor, *, batch_size: int = 128
+    model: nn.Module, x: Tensor, y: Tensor, eps: float | Tensor, *, batch_size: int = 128
 ) -> Tensor:
     """Whether the model's answer is certified to be the label within eps, (B,) bool.
 
     Args:
         model: as for :func:`certified_radius`.
-        images: (B, *).
-        labels: (B,).
+        x: images, (B, *).
+        y: labels, (B,).
         eps: l2 radius, a number or (B,).
         batch_size: images at a time.
     """
-    radius = radii(eps, images, "eps")
-    tests = _tests(model, images, labels, batch_size)
+    radius = radii(eps, x, "eps")
+    tests = _tests(model, x, y, batch_size)
     found = [test(part) for (test, _), part in zip(tests, radius.split(batch_size), strict=True)]
     return torch.cat(found)
 
 
 @torch.no_grad()
 def certified_accuracy(
-    model: nn.Module, images: Tensor, labels: Tensor, eps: Sequence[float], *, batch_size: int = 128
+    model: nn.Module, x: Tensor, y: Tensor, eps: Sequence[float], *, batch_size: int = 128
 ) -> list[float]:
     """The share of images whose label is certified within each radius; at 0 the clean accuracy.
 
     Args:
         model: as for :func:`certified_radius`.
-        images: (B, *), at least one.
-        labels: (B,).
+        x: images, (B, *), at least one.
+        y: labels, (B,).
         eps: l2 radii.
         batch_size: images at a time.
 
     Returns:
         one share for each radius.
     """
-    if len(images) == 0:
-        raise ValueError("images must have at least one image, got none")
-    levels = [radii(e, images, "eps")[0] for e in eps]
+    if len(x) == 0:
+        raise ValueError("x must hold at least one image, got none")
+    levels = [radii(e, x, "eps")[0] for e in eps]
     totals = [0] * len(levels)
-    for test, part in _tests(model, images, labels, batch_size):
+    for test, part in _tests(model, x, y, batch_size):
         for i, level in enumerate(levels):
             totals[i] += int(test(level.expand(len(part))).sum())
-    return [total / len(images) for total in totals]
+    return [total / len(x) for total in totals]
 
 
 def _tests(
-    model: nn.Module, images: Tensor, labels: Tensor, batch_size: int
+    model: nn.Module, x: Tensor, y: Tensor, batch_size: int
 ) -> Iterator[tuple[Callable[[Tensor], Tensor], Tensor]]:
     """For each batch the test of radii (B,) -> (B,) bool, and its labels."""
-    if labels.shape != images.shape[:1] or labels.is_floating_point() or labels.dtype == torch.bool:
+    if y.shape != x.shape[:1] or y.is_floating_point() or y.dtype == torch.bool:
         raise ValueError(
-            f"labels must be integers of shape ({len(images)},), got {labels.dtype} "
-            f"{tuple(labels.shape)}"
+            f"y must be integer labels of shape ({len(x)},), got {y.dtype} {tuple(y.shape)}"
         )
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
         raise ValueError(f"batch_size must be an integer >= 1, got {batch_size!r}")
-    check_finite(images)
-    parts = _parts(model, images[:1])
+    check_finite(x)
+    parts = _parts(model, x[:1])
     *body, head = parts.values()
     weight = _head_weight(head)
     hidden_part = nn.Sequential(OrderedDict(list(parts.items())[:-1]))
-    for some, part in zip(images.split(batch_size), labels.split(batch_size), strict=True):
+    for some, part in zip(x.split(batch_size), y.split(batch_size), strict=True):
         hidden, moved = modulus_of(hidden_part, some.double()) if body else (some.double(), torch.clone)
         logits, spread = modulus_of(head, hidden)
         if logits.ndim != 2:
             raise ValueError(f"the model must give logits (B, K), got shape {tuple(logits.shape)}")
         if int(part.min()) < 0 or int(part.max()) >= logits.shape[1]:
             raise ValueError(
-                f"labels must lie in 0..{logits.shape[1] - 1}, got {int(part.min())}..{int(part.max())}"
+                f"y must lie in 0..{logits.shape[1] - 1}, got {int(part.min())}..{int(part.max())}"
             )
         yield _test(logits, part.long(), moved, spread, weight), part
 
 
 def _test(
-    logits: Tensor, labels: Tensor, moved: Modulus, spread: Modulus, weight: Tensor | None
+    logits: Tensor, y: Tensor, moved: Modulus, spread: Modulus, weight: Tensor | None
 ) -> Callable[[Tensor], Tensor]:
     """The test of a batch: logits (B, K), the moduli of hidden vectors and head, its matrix (K, D)."""
-    rival = torch.arange(logits.shape[1], device=labels.device) != labels[:, None]
-    margin = logits.gather(1, labels[:, None]) - logits
+    rival = torch.arange(logits.shape[1], device=y.device) != y[:, None]
+    margin = logits.gather(1, y[:, None]) - logits
     margin = margin - _DOUBT * logits.abs().amax(1, keepdim=True)
     apart = None
     if weight is not None:
-        apart = torch.linalg.vector_norm(weight[labels][:, None] - weight, dim=-1) * (1.0 + 1e-12)
+        apart = torch.linalg.vector_norm(weight[y][:, None] - weight, dim=-1) * (1.0 + 1e-12)
 
     def test(eps: Tensor) -> Tensor:
         delta = moved(eps)

@@ -73,6 +73,21 @@ class GainTable:
     def __len__(self) -> int:
         return len(self.rows)
 
+    def __str__(self) -> str:
+        """A line for each layer: its sequences, and the ranges of n and of the gains."""
+        lines = [f"GainTable of {len(self.rows)} gains"]
+        for index, layer in self.layers():
+            rows = self._of(index, layer)
+            n, gains = [row.n for row in rows], [row.gain for row in rows]
+            lines.append(
+                f"{index} {layer}: {len(rows)} sequences, n {min(n)}..{max(n)}, "
+                f"gain {min(gains):.4g}..{max(gains):.4g}"
+            )
+        return "\n".join(lines)
+
+    def _of(self, index: int, layer: str) -> list[GainRow]:
+        return [row for row in self.rows if (row.index, row.layer) == (index, layer)]
+
     def layers(self) -> list[tuple[int, str]]:
         """Number and path of each layer."""
         return sorted({(row.index, row.layer) for row in self.rows})
@@ -87,7 +102,7 @@ class GainTable:
         return pandas.DataFrame([asdict(row) for row in self.rows], columns=names)
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
-        """Writes the rows with a header; the file appears when it is whole."""
+        """Writes the rows with a header; the file appears when it is whole. Directories are made."""
         with _whole_file(path) as part, part.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, [field.name for field in fields(GainRow)], lineterminator="\n")
             writer.writeheader()
@@ -107,7 +122,7 @@ class GainTable:
         return [self._fit(index, layer, against) for index, layer in self.layers()]
 
     def _fit(self, index: int, layer: str, against: str) -> Exponent:
-        rows = [row for row in self.rows if (row.index, row.layer) == (index, layer)]
+        rows = self._of(index, layer)
         if min(min(row.gain, getattr(row, against)) for row in rows) <= 0:
             raise ValueError(f"{layer}: a gain or radius of zero has no logarithm")
         u = [math.log(getattr(row, against)) for row in rows]
@@ -115,22 +130,29 @@ class GainTable:
         return Exponent(layer, index, slope, error, math.exp(intercept), len(rows))
 
     def plot(self, path: str | os.PathLike[str], title: str = "") -> None:
-        """Gain against n (with the fits) and against the radius, both logarithmic, as a picture."""
+        """Gain against n and against the radius, both logarithmic, as a picture.
+
+        With the fit of each layer that has sequences of two lengths. Directories are made.
+        """
+        if not self.rows:
+            raise ValueError("there is nothing to plot in a table without rows")
         try:
             from matplotlib.figure import Figure
         except ImportError as missing:
             raise ImportError("plot needs matplotlib: pip install matplotlib") from missing
         figure = Figure(figsize=(12, 5), layout="constrained")
         left, right = figure.subplots(1, 2, sharey=True)
-        fits = {fit.index: fit for fit in self.exponents()}
-        total = max(len(fits) - 1, 1)
+        total = max(len(self.layers()) - 1, 1)
         for place, (index, layer) in enumerate(self.layers()):
-            rows = [row for row in self.rows if (row.index, row.layer) == (index, layer)]
-            colour, fit = _colour(place / total), fits[index]
+            rows, colour = self._of(index, layer), _colour(place / total)
             gains = [row.gain for row in rows]
             left.plot([row.n for row in rows], gains, ".", color=colour, markersize=3, alpha=0.5)
             right.plot([row.radius for row in rows], gains, ".", color=colour, markersize=4, alpha=0.6)
             ends = [min(row.n for row in rows), max(row.n for row in rows)]
+            if ends[0] == ends[1]:
+                left.plot([], [], color=colour, linewidth=1.5, label=f"{index} {layer}")
+                continue
+            fit = self._fit(index, layer, "n")
             line = [fit.factor * n**fit.exponent for n in ends]
             label = f"{index} {layer}: {fit.exponent:.2f} ± {fit.error:.2f}"
             left.plot(ends, line, color=colour, linewidth=1.5, label=label)
@@ -139,7 +161,7 @@ class GainTable:
         left.plot(ends, [low * (n / ends[0]) ** 0.5 for n in ends], "k--", linewidth=1, label="n^0.5")
         left.set(xscale="log", yscale="log", xlabel="tokens n", ylabel="local gain of attention")
         right.set(xscale="log", xlabel="largest token norm")
-        left.legend(fontsize=7, title="layer: fitted exponent")
+        left.legend(fontsize=7, title="layer: exponent fitted to n")
         figure.suptitle(title)
         with _whole_file(path) as part:
             figure.savefig(part, dpi=150)
@@ -173,8 +195,7 @@ def _colour(share: float) -> tuple[float, float, float]:
 def _whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     """A temporary file beside `path`, of the same suffix, that takes its place when all went well."""
     target = Path(path)
-    if not target.parent.is_dir():
-        raise FileNotFoundError(f"no directory {str(target.parent)!r} to write {target.name!r} to")
+    target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f".{target.stem}-{os.getpid()}{target.suffix}")
     try:
         yield part

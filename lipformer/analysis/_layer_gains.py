@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from lipformer.certificate import estimate_lipschitz
 
 def layer_gains(
     model: nn.Module,
-    inputs: Tensor | Sequence[Tensor],
+    tokens: Tensor | Sequence[Tensor],
     *,
     lengths: Sequence[int] | None = None,
     tol: float = 1e-4,
@@ -42,7 +42,7 @@ def layer_gains(
 
     Args:
         model: see `probe_attention`.
-        inputs: sequences: a list of ids (N,) or embedded tokens (N, D), or one tensor (B, N) of ids or
+        tokens: sequences: a list of ids (N,) or embedded tokens (N, D), or one tensor (B, N) of ids or
             (B, N, D) of embedded tokens.
         lengths: of each sequence; what follows is padding and is cut off, so that it cannot matter.
         tol: relative tolerance of a gain.
@@ -68,11 +68,11 @@ def layer_gains(
     """
     if bound is not None and bound not in METHODS:
         raise ValueError(f"bound must be None or one of {METHODS}, got {bound!r}")
-    sequences = _sequences(inputs, lengths)
+    sequences = _sequences(tokens, lengths)
     rows: list[GainRow] = []
     with _bar(progress, len(sequences)) as advance:
-        for number, tokens in enumerate(sequences):
-            probes = probe_attention(model, tokens, output_projection=output_projection, forward=forward)
+        for number, ids in enumerate(sequences):
+            probes = probe_attention(model, ids, output_projection=output_projection, forward=forward)
             for probe in probes:
                 found = estimate_lipschitz(
                     probe, probe.tokens,
@@ -104,28 +104,40 @@ def _bound(probe: AttentionProbe, method: str) -> float | None:
         return float(local_bound(maps, probe.tokens, probe.mask, method=method))
 
 
-def _sequences(inputs: Tensor | Sequence[Tensor], lengths: Sequence[int] | None) -> list[Tensor]:
+def _sequences(tokens: Tensor | Sequence[Tensor], lengths: Sequence[int] | None) -> list[Tensor]:
     """The sequences without their padding."""
-    if isinstance(inputs, Tensor):
-        allowed = 3 if inputs.is_floating_point() else 2
-        if inputs.ndim != allowed:
+    if isinstance(tokens, Tensor):
+        allowed = 3 if tokens.is_floating_point() else 2
+        if tokens.ndim != allowed:
             raise ValueError(
-                "inputs must be ids (B, N), embedded tokens (B, N, D) or a list of sequences, got "
-                f"{inputs.dtype} {tuple(inputs.shape)}"
+                "tokens must be ids (B, N), embedded tokens (B, N, D) or a list of sequences, got "
+                f"{tokens.dtype} {tuple(tokens.shape)}"
             )
-    sequences = list(inputs)
+    if isinstance(tokens, Mapping):
+        raise TypeError(
+            f"tokens must be ids (B, N) or a list of sequences, got {type(tokens).__name__}: give "
+            "batch['input_ids'], with lengths=batch['attention_mask'].sum(1).tolist() if it is padded"
+        )
+    sequences = list(tokens)
+    for sequence in sequences:
+        if not isinstance(sequence, Tensor):
+            raise TypeError(
+                "tokens must be a tensor or a list of tensors, ids (N,) or embedded tokens (N, D), got "
+                f"{type(tokens).__name__} of {type(sequence).__name__}: give [torch.tensor(ids) for ids "
+                "in ...]; a tensor of padded sequences takes lengths="
+            )
     if not sequences:
-        raise ValueError("inputs must hold at least one sequence, got none")
+        raise ValueError("tokens must hold at least one sequence, got none")
     if lengths is None:
         return sequences
     if len(lengths) != len(sequences):
         raise ValueError(
             f"lengths must be one for each of {len(sequences)} sequences, got {len(lengths)}"
         )
-    for length, tokens in zip(lengths, sequences, strict=True):
-        if not 1 <= length <= len(tokens):
-            raise ValueError(f"a length must be in 1..{len(tokens)}, got {length}")
-    return [tokens[: int(length)] for length, tokens in zip(lengths, sequences, strict=True)]
+    for length, sequence in zip(lengths, sequences, strict=True):
+        if not 1 <= length <= len(sequence):
+            raise ValueError(f"a length must be in 1..{len(sequence)}, got {length}")
+    return [sequence[: int(length)] for length, sequence in zip(lengths, sequences, strict=True)]
 
 
 @contextlib.contextmanager

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lipformer.analysis._ball import combine_heads, joint_norm, root
 from lipformer.analysis._inputs import check_order, check_tokens
-from lipformer.analysis._maps import AttentionMaps, attention_maps
+from lipformer.analysis._maps import Attention, AttentionMaps, attention_maps
 from lipformer.functional import spectral_norm_bound
 
 METHODS = ("min", "sharp", "jasmin")
@@ -25,7 +25,7 @@ _CHUNK = 2**22
 
 
 def local_bound(
-    attention: AttentionMaps | nn.Module,
+    attn: Attention,
     x: Tensor,
     mask: Tensor | None = None,
     *,
@@ -58,7 +58,7 @@ def local_bound(
     and the weights; derivatives are those of the formula.
 
     Args:
-        attention: maps, or a layer that `attention_maps` knows.
+        attn: maps, or a layer that `attention_maps` knows.
         x: tokens (*, N, D).
         mask: bool, True where token i may see token j, broadcastable to (*, 1, N, N).
         method: "min", "sharp" or "jasmin".
@@ -74,7 +74,7 @@ def local_bound(
     """
     if method not in METHODS:
         raise ValueError(f"method must be one of {METHODS}, got {method!r}")
-    maps, wide = _checked(attention, x)
+    maps, wide = _checked(attn, x)
     weights = maps.weights(wide, mask)
     found = []
     if method != "jasmin":
@@ -85,7 +85,7 @@ def local_bound(
     return _round_up(bound, torch.promote_types(x.dtype, torch.float32))
 
 
-def jasmin_loss(attention: AttentionMaps | nn.Module, x: Tensor, mask: Tensor | None = None) -> Tensor:
+def jasmin_loss(attn: Attention, x: Tensor, mask: Tensor | None = None) -> Tensor:
     r"""The part of JaSMin's bound that the weights decide, as a regulariser for training.
 
     .. math:: \frac1H \sum_h \log \max_i\, p_1 (1 - p_1 + p_2)
@@ -94,16 +94,16 @@ def jasmin_loss(attention: AttentionMaps | nn.Module, x: Tensor, mask: Tensor | 
     Jacobian, at most log 1/2, small where rows are spread or saturated. Source: Yudin et al. 2025.
 
     Args:
-        attention: maps, or a layer that `attention_maps` knows.
+        attn: maps, or a layer that `attention_maps` knows.
         x: tokens (*, N, D).
         mask: as in `local_bound`.
 
     Returns:
         (*,) in x's dtype; differentiable in x and the weights.
     """
-    maps = attention_maps(attention)
+    maps = attention_maps(attn)
     check_tokens(x, maps.logits.shape[-1])
-    check_order(attention, x)
+    check_order(attn, x)
     steepest = _softmax_gain(maps.weights(x, mask)).amax(-1)
     return steepest.clamp_min(torch.finfo(steepest.dtype).tiny).log().mean(-1)
 
@@ -241,8 +241,8 @@ def _round_up(bound: Tensor, dtype: torch.dtype) -> Tensor:
     return value + torch.where(value.isfinite(), up - value.detach(), 0.0)
 
 
-def _checked(attention: AttentionMaps | nn.Module, x: Tensor) -> tuple[AttentionMaps, Tensor]:
-    maps = attention_maps(attention).double()
+def _checked(attn: Attention, x: Tensor) -> tuple[AttentionMaps, Tensor]:
+    maps = attention_maps(attn).double()
     check_tokens(x, maps.logits.shape[-1])
-    check_order(attention, x)
+    check_order(attn, x)
     return maps, x.double()

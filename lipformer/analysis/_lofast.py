@@ -24,7 +24,7 @@ from lipformer.analysis._lofast_terms import (
     softmax_slope,
     spreads,
 )
-from lipformer.analysis._maps import AttentionMaps, attention_maps
+from lipformer.analysis._maps import Attention, AttentionMaps, attention_maps
 from lipformer.functional._rounding import UNIT
 
 Modulus = Callable[[Tensor], Tensor]
@@ -36,7 +36,7 @@ _ROUND_UP = 1.0 + 2.0**-42
 
 @torch.no_grad()
 def lofast_bound(
-    attention: AttentionMaps | nn.Module,
+    attn: Attention,
     x: Tensor,
     eps: float | Tensor,
     *,
@@ -78,7 +78,7 @@ def lofast_bound(
     Grows with eps. Without gradients.
 
     Args:
-        attention: whatever :func:`attention_maps` takes.
+        attn: whatever :func:`attention_maps` takes.
         x: X, (*, N, D).
         eps: radius, a number or (*,).
         residual: r; other than 0 only if f keeps the width D.
@@ -95,7 +95,7 @@ def lofast_bound(
         >>> lofast_bound(maps, x, 0.1, refined=False).item(), lofast_bound(maps, x, 0.1).item()
         (0.2155, 0.1849)
     """
-    modulus = lofast_modulus(attention, x, residual=residual, scale=scale, refined=refined, mask=mask)
+    modulus = lofast_modulus(attn, x, residual=residual, scale=scale, refined=refined, mask=mask)
     radius = torch.as_tensor(eps, dtype=torch.float64, device=x.device)
     if not bool(((radius >= 0) & torch.isfinite(radius)).all()):
         raise ValueError(f"eps must be finite and not negative, got {eps!r}")
@@ -111,7 +111,7 @@ def lofast_bound(
 
 @torch.no_grad()
 def lofast_modulus(
-    attention: AttentionMaps | nn.Module,
+    attn: Attention,
     x: Tensor,
     *,
     residual: float = 0.0,
@@ -121,10 +121,10 @@ def lofast_modulus(
 ) -> Modulus:
     """:func:`lofast_bound` as a function of eps, (*,) to (*,) in float64, its norms computed once."""
     # The module first: products of its weights in float32 would be those of another layer.
-    attention = in_double(attention) if isinstance(attention, nn.Module) else attention
-    maps = attention_maps(attention).double()
+    attn = in_double(attn) if isinstance(attn, nn.Module) else attn
+    maps = attention_maps(attn).double()
     _check(maps, x, residual, scale)
-    check_order(attention, x)
+    check_order(attn, x)
     terms = _Terms(maps, x.detach().double(), residual, scale, mask)
     return terms.refined() if refined else terms.plain
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lipformer.analysis._inputs import check_mask
+from lipformer.layers import L2MultiheadAttention
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,27 +147,43 @@ class HasAttentionMaps(Protocol):
         """Its maps, computed from its weights now."""
 
 
-def attention_maps(attention: AttentionMaps | nn.Module) -> AttentionMaps:
+Attention = AttentionMaps | HasAttentionMaps | nn.Module
+"""What `attention_maps` takes."""
+
+
+def attention_maps(attn: Attention) -> AttentionMaps:
     """The maps of an attention layer, differentiable in its weights.
 
     Args:
-        attention: maps (returned as they are), `torch.nn.MultiheadAttention` used as self-attention, or
-            a module with a method `attention_maps()`, as lipformer's own dot-product layers have.
+        attn: maps (returned as they are), `torch.nn.MultiheadAttention` used as self-attention, or
+            anything with a method `attention_maps()`: `lipformer.models.DotProductSelfAttention`, and an
+            `AttentionProbe`, a layer of a Hugging Face model say.
 
     Raises:
         TypeError: for other modules.
         ValueError: for a torch layer that is no plain self-attention (kdim, bias_k, add_zero_attn).
     """
-    if isinstance(attention, AttentionMaps):
-        return attention
-    if isinstance(attention, nn.MultiheadAttention):
-        return _torch_maps(attention)
-    if isinstance(attention, HasAttentionMaps):
-        return attention.attention_maps()
+    if isinstance(attn, AttentionMaps):
+        return attn
+    if isinstance(attn, nn.MultiheadAttention):
+        return _torch_maps(attn)
+    if isinstance(attn, HasAttentionMaps):
+        return attn.attention_maps()
     raise TypeError(
-        "expected AttentionMaps, torch.nn.MultiheadAttention or a module with attention_maps(), got "
-        f"{type(attention).__name__}"
+        "expected AttentionMaps, torch.nn.MultiheadAttention or something with attention_maps(), got "
+        f"{type(attn).__name__}{_pointer(attn)}"
     )
+
+
+def _pointer(attn: object) -> str:
+    """Where to go on with something that is no dot-product attention by itself."""
+    if isinstance(attn, L2MultiheadAttention):
+        return ", which has a global constant: lf.certify(layer)"
+    if isinstance(getattr(attn, "self_attn", None), nn.MultiheadAttention):
+        return ": give its attention, layer.self_attn"
+    if isinstance(attn, nn.Module) and any(attn.children()):
+        return ": of a whole model give one of probe_attention(model, tokens), or use layer_gains"
+    return ""
 
 
 def check_self_attention(layer: nn.MultiheadAttention) -> None:

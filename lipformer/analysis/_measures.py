@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import torch
 from einops import rearrange
-from torch import Tensor, nn
+from torch import Tensor
 
 from lipformer.analysis._inputs import check_order, check_tokens
-from lipformer.analysis._maps import AttentionMaps, attention_maps
+from lipformer.analysis._maps import Attention, attention_maps
 from lipformer.certificate import Estimate, estimate_lipschitz
 from lipformer.layers import L2MultiheadAttention
 
@@ -27,14 +27,14 @@ Field = Callable[[Tensor, Tensor, Tensor], Tensor]
 """T_mu at queries (*, M, D), for tokens (*, N, D) with log weights (*, N): (*, M, E)."""
 
 
-def measure_attention(attention: AttentionMaps | nn.Module, x: Tensor, weights: Tensor) -> Tensor:
+def measure_attention(attn: Attention, x: Tensor, weights: Tensor) -> Tensor:
     r"""Attention on a weighted cloud of tokens; equal weights give the layer itself.
 
     .. math:: T_\mu(x_i) = c + \sum_h \sum_j P^h_{ij}\, x_j W_h, \qquad
               P^h_{ij} = \frac{a_j \exp S^h_{ij}}{\sum_k a_k \exp S^h_{ik}}
 
     Args:
-        attention: what `attention_maps` knows, or `L2MultiheadAttention` of either form, whose logits
+        attn: what `attention_maps` knows, or `L2MultiheadAttention` of either form, whose logits
             are :math:`S_{ij} = -t\|y_i - y_j\|^2`. Not causal and without positions, as a measure has no
             order.
         x: tokens (*, N, D).
@@ -43,12 +43,12 @@ def measure_attention(attention: AttentionMaps | nn.Module, x: Tensor, weights: 
     Returns:
         The tokens (*, N, E) of the image, whose weights are a, in x's dtype. Dropout is off.
     """
-    a = _check_cloud(attention, x, weights)
-    return _field(attention, x.dtype)(x, x, a.log())
+    a = _check_cloud(attn, x, weights)
+    return _field(attn, x.dtype)(x, x, a.log())
 
 
 @torch.no_grad()
-def measure_gain(attention: AttentionMaps | nn.Module, x: Tensor, weights: Tensor) -> Tensor:
+def measure_gain(attn: Attention, x: Tensor, weights: Tensor) -> Tensor:
     r"""Local gain of `measure_attention` in the Wasserstein distance W2, no mass being split.
 
     .. math:: \big\|D_a^{1/2} J D_a^{-1/2}\big\|
@@ -57,7 +57,7 @@ def measure_gain(attention: AttentionMaps | nn.Module, x: Tensor, weights: Tenso
     Exact, from the whole Jacobian in float64; larger clouds: `measure_gain_estimate`.
 
     Args:
-        attention: as in `measure_attention`.
+        attn: as in `measure_attention`.
         x: tokens (*, N, D), N max(D, E) <= 4096.
         weights: (*, N).
 
@@ -65,12 +65,13 @@ def measure_gain(attention: AttentionMaps | nn.Module, x: Tensor, weights: Tenso
         (*,), float64.
 
     Example:
+        >>> from lipformer.analysis import AttentionMaps
         >>> maps = AttentionMaps(-torch.eye(1)[None], torch.eye(1)[None])
         >>> x, weights = torch.tensor([[2.0], [-2.0], [0.0]]), torch.ones(3)
         >>> [round(gain(maps, x, weights).item(), 3) for gain in (measure_gain, split_gain)]
         [2.398, 2.667]
     """
-    field, x, a = _wide(attention, x, weights)
+    field, x, a = _wide(attn, x, weights)
 
     def image(tokens: Tensor, weight: Tensor) -> Tensor:
         return field(tokens, tokens, weight.log())
@@ -85,7 +86,7 @@ def measure_gain(attention: AttentionMaps | nn.Module, x: Tensor, weights: Tenso
 
 
 def measure_gain_estimate(
-    attention: AttentionMaps | nn.Module,
+    attn: Attention,
     x: Tensor,
     weights: Tensor,
     *,
@@ -95,7 +96,7 @@ def measure_gain_estimate(
     """`measure_gain` of one cloud from below, by Lanczos: no Jacobian is made.
 
     Args:
-        attention: as in `measure_attention`.
+        attn: as in `measure_attention`.
         x: tokens (N, D).
         weights: (N,).
         tol: relative tolerance.
@@ -104,7 +105,7 @@ def measure_gain_estimate(
     Returns:
         An `Estimate`; its direction is that of the tokens, times the roots of the weights.
     """
-    field, x, a = _wide(attention, x, weights)
+    field, x, a = _wide(attn, x, weights)
     if x.ndim != 2:
         raise ValueError(f"x must be one cloud (N, D), got {tuple(x.shape)}")
     size, log_weights = a.sqrt()[:, None], a.log()
@@ -117,7 +118,7 @@ def measure_gain_estimate(
 
 
 @torch.no_grad()
-def split_gain(attention: AttentionMaps | nn.Module, x: Tensor, weights: Tensor) -> Tensor:
+def split_gain(attn: Attention, x: Tensor, weights: Tensor) -> Tensor:
     r"""Local W2 gain of `measure_attention` where mass at a token may split and move apart.
 
     .. math:: \max\big(\|D_a^{1/2} J D_a^{-1/2}\|,\ \max_i \|G_i\|\big), \qquad G_i = \nabla T_\mu(x_i)
@@ -133,15 +134,15 @@ def split_gain(attention: AttentionMaps | nn.Module, x: Tensor, weights: Tensor)
     Exact if the images of distinct tokens are distinct, else an upper bound (mass may swap).
 
     Args:
-        attention: as in `measure_attention`.
+        attn: as in `measure_attention`.
         x: tokens (*, N, D), N max(D, E) <= 4096.
         weights: (*, N).
 
     Returns:
         (*,), float64.
     """
-    queries = torch.linalg.matrix_norm(_query_jacobians(attention, x, weights), ord=2).amax(-1)
-    return torch.maximum(measure_gain(attention, x, weights), queries)
+    queries = torch.linalg.matrix_norm(_query_jacobians(attn, x, weights), ord=2).amax(-1)
+    return torch.maximum(measure_gain(attn, x, weights), queries)
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,7 +166,7 @@ class SplitAttack:
 
 @torch.no_grad()
 def split_attack(
-    attention: AttentionMaps | nn.Module,
+    attn: Attention,
     x: Tensor,
     weights: Tensor,
     *,
@@ -174,7 +175,7 @@ def split_attack(
     """Splits the token with the largest :math:`||G_i||` in two and measures what W2 does.
 
     Args:
-        attention: as in `measure_attention`.
+        attn: as in `measure_attention`.
         x: tokens (N, D).
         weights: (N,).
         step: t, how far each half moves.
@@ -185,10 +186,10 @@ def split_attack(
     """
     if not step > 0:
         raise ValueError(f"step must be positive, got {step!r}")
-    field, wide, a = _wide(attention, x, weights)
+    field, wide, a = _wide(attn, x, weights)
     if wide.ndim != 2:
         raise ValueError(f"x must be one cloud (N, D), got {tuple(x.shape)}")
-    jacobians = _query_jacobians(attention, x, weights)  # (N, E, D): acts on columns
+    jacobians = _query_jacobians(attn, x, weights)  # (N, E, D): acts on columns
     norms = torch.linalg.matrix_norm(jacobians, ord=2)
     token = int(norms.argmax())
     direction = torch.linalg.svd(jacobians[token]).Vh[0]
@@ -204,9 +205,9 @@ def split_attack(
 
 
 @torch.no_grad()
-def _query_jacobians(attention: AttentionMaps | nn.Module, x: Tensor, weights: Tensor) -> Tensor:
+def _query_jacobians(attn: Attention, x: Tensor, weights: Tensor) -> Tensor:
     """The transposed G_i, (*, N, E, D), float64."""
-    field, x, a = _wide(attention, x, weights)
+    field, x, a = _wide(attn, x, weights)
     n, d = x.shape[-2:]
 
     def at(query: Tensor, tokens: Tensor, weight: Tensor) -> Tensor:
@@ -218,11 +219,11 @@ def _query_jacobians(attention: AttentionMaps | nn.Module, x: Tensor, weights: T
     return found.reshape(*x.shape[:-1], *found.shape[-2:])
 
 
-def _field(attention: AttentionMaps | nn.Module, dtype: torch.dtype) -> Field:
+def _field(attn: Attention, dtype: torch.dtype) -> Field:
     """T_mu with weights converted to dtype."""
-    if isinstance(attention, L2MultiheadAttention):
-        return _l2_field(attention, dtype)
-    maps = attention_maps(attention)
+    if isinstance(attn, L2MultiheadAttention):
+        return _l2_field(attn, dtype)
+    maps = attention_maps(attn)
     if maps.causal:
         raise ValueError(
             "a measure has no order, so that attention on it is not causal; got causal maps"
@@ -265,20 +266,18 @@ def _l2_field(layer: L2MultiheadAttention, dtype: torch.dtype) -> Field:
     return field
 
 
-def _wide(
-    attention: AttentionMaps | nn.Module, x: Tensor, weights: Tensor
-) -> tuple[Field, Tensor, Tensor]:
+def _wide(attn: Attention, x: Tensor, weights: Tensor) -> tuple[Field, Tensor, Tensor]:
     """The field, tokens and weights (summing to one) in float64, without gradient."""
-    a = _check_cloud(attention, x, weights).detach().double()
+    a = _check_cloud(attn, x, weights).detach().double()
     with torch.no_grad():
-        field = _field(attention, torch.float64)
+        field = _field(attn, torch.float64)
     return field, x.detach().double(), a / a.sum(-1, keepdim=True)
 
 
-def _check_cloud(attention: AttentionMaps | nn.Module, x: Tensor, weights: Tensor) -> Tensor:
+def _check_cloud(attn: Attention, x: Tensor, weights: Tensor) -> Tensor:
     """The weights (*, N) in x's dtype, or ValueError."""
     check_tokens(x)
-    check_order(attention, x)
+    check_order(attn, x)
     if weights.shape[-1:] != x.shape[-2:-1] or weights.ndim > x.ndim - 1:
         raise ValueError(
             f"weights must be (*, N) = {tuple(x.shape[:-1])} or (N,), got {tuple(weights.shape)}"

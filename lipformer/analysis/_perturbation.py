@@ -100,8 +100,7 @@ def modulus_of(module: nn.Module, x: Tensor) -> tuple[Tensor, Modulus]:
     """The output at x (B, *) and its modulus there (see :func:`register_perturbation`)."""
     rule = _rule_of(module)
     if rule is None:
-        constant = certify(module, seq_len=_seq_len(x)).bound
-        return call_branch(module, x), _times(constant)
+        return call_branch(module, x), _times(_constant(module, x))
     y, local = rule(module, x)
     try:
         constant = certify(module, seq_len=_seq_len(x)).bound
@@ -110,6 +109,23 @@ def modulus_of(module: nn.Module, x: Tensor) -> tuple[Tensor, Modulus]:
         return y, local
     whole = _times(constant)
     return y, lambda delta: torch.minimum(local(delta), whole(delta))
+
+
+def _constant(module: nn.Module, x: Tensor) -> float:
+    """The global constant of a module that is not looked into."""
+    try:
+        return certify(module, seq_len=_seq_len(x)).bound
+    except NotCertifiable as error:
+        if not any(isinstance(part, nn.MultiheadAttention) for part in module.modules()):
+            raise
+        raise NotCertifiable(
+            "",
+            type(module).__name__,
+            "the dot products inside it have no global constant, and local bounds do not follow this "
+            "class: they go through nn.Sequential, lf.Residual and lf.ConvexResidual",
+            "the same network of these, for example lf.Residual(nn.MultiheadAttention(..., "
+            "batch_first=True)), or register_perturbation",
+        ) from error
 
 
 def _rule_of(module: nn.Module) -> Rule | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
@@ -71,6 +72,30 @@ class AttentionProbe:
         if self.attention.rotary or (self.bias is not None and not _plain_mask(self.bias)):
             return None
         return self.attention.maps()
+
+    def attention_maps(self) -> AttentionMaps:
+        """`maps` for functions that take a layer, such as `ball_bound`.
+
+        Raises:
+            ValueError: where there are none, or the call had a mask other than causality, which maps
+                alone would forget.
+        """
+        maps, mask = self.maps(), self.mask
+        if maps is None:
+            raise ValueError(
+                f"{self.name} has no AttentionMaps: its logits depend on positions or differ in masks"
+            )
+        if mask is None or bool(mask.all()):
+            return maps
+        seen = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).tril()
+        if maps.causal and bool((mask | ~seen).all()):
+            return maps
+        if bool((mask == seen).all()):
+            return dataclasses.replace(maps, causal=True)
+        raise ValueError(
+            f"{self.name} was called with a mask: give probe.maps(), and mask=probe.mask where there is "
+            "such an argument (any_mask=True for ball_bound)"
+        )
 
 
 def probe_attention(

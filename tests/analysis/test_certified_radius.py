@@ -191,16 +191,25 @@ def test_dropout_and_bad_arguments_are_refused() -> None:
         certified_radius(model, images, labels)
     model.eval()
     for change, message in (
-        ({"labels": torch.tensor([0])}, "labels must be integers"),
-        ({"labels": torch.tensor([0.0, 1.0])}, "labels must be integers"),
-        ({"labels": torch.tensor([0, 3])}, "labels must lie in 0..2"),
+        ({"y": torch.tensor([0])}, "y must be integer labels"),
+        ({"y": torch.tensor([0.0, 1.0])}, "y must be integer labels"),
+        ({"y": torch.tensor([0, 3])}, "y must lie in 0..2"),
         ({"max_radius": 0.0}, "max_radius"),
         ({"tol": -1.0}, "tol"),
         ({"batch_size": 0}, "batch_size"),
     ):
         with pytest.raises(ValueError, match=message):
-            certified_radius(model, **{"images": images, "labels": labels, **change})
+            certified_radius(model, **{"x": images, "y": labels, **change})
     with pytest.raises(ValueError, match="eps must be finite"):
         is_certified(model, images, labels, -1.0)
     with pytest.raises(ValueError, match="at least one image"):
         certified_accuracy(model, images[:0], labels[:0], [0.1])
+
+
+def test_what_is_not_followed_is_named() -> None:
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+    model = nn.Sequential(encoder, nn.Flatten(), nn.Linear(12, 2)).eval()
+    match = r"'0' \(TransformerEncoder\) .* do not follow this class.* lf\.Residual\(nn\.Multihead"
+    with pytest.raises(lf.NotCertifiable, match=match):
+        certified_radius(model, torch.randn(2, 3, 4), torch.tensor([0, 1]))

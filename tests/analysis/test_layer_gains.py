@@ -212,11 +212,23 @@ def test_files(tmp_path: Path) -> None:
     assert (tmp_path / "gains.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(file.name for file in tmp_path.iterdir()) == ["gains.csv", "gains.png"]
     before = (tmp_path / "gains.png").read_bytes()
-    with pytest.raises(ValueError, match="two different values"):
-        GainTable((row(0, 2, 1.0),)).plot(tmp_path / "gains.png")
+    with pytest.raises(ValueError, match="zero has no logarithm"):
+        GainTable((row(0, 2, 1.0), row(0, 4, 0.0))).plot(tmp_path / "gains.png")
+    with pytest.raises(ValueError, match="nothing to plot"):
+        GainTable(()).plot(tmp_path / "gains.png")
     assert (tmp_path / "gains.png").read_bytes() == before
-    with pytest.raises(FileNotFoundError, match="no directory"):
-        table.to_csv(tmp_path / "nowhere" / "gains.csv")
+    table.to_csv(tmp_path / "new" / "place" / "gains.csv")
+    single = GainTable((row(0, 4, 1.0), row(0, 4, 2.0), row(1, 4, 3.0)))
+    single.plot(tmp_path / "new" / "place" / "gains.png")  # one length: points without a fit
+    assert len(list((tmp_path / "new" / "place").iterdir())) == 2
+
+
+def test_a_table_is_shown_by_layers() -> None:
+    table = GainTable(tuple(row(i, n, n / 3) for i in (0, 1) for n in (2, 4, 6)))
+    shown = str(table).splitlines()
+    assert shown[0] == "GainTable of 6 gains"
+    assert shown[1].endswith(": 3 sequences, n 2..6, gain 0.6667..2")
+    assert len(shown) == 3
 
 
 def test_progress_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
@@ -259,3 +271,11 @@ def test_long_sequences_need_no_dense_matrix() -> None:
     """N = 512, D = 768, 12 heads: a dense Jacobian would have (N D)^2 entries, 620 GB."""
     before, after = memory_of(BEFORE, MEASURED)
     assert after - before < 1500 * 2**20, f"{(after - before) / 2**20:.0f} MB"
+
+
+def test_what_a_tokenizer_gives_is_pointed_to() -> None:
+    model, batch = nn.MultiheadAttention(4, 2), {"input_ids": [[1, 2]], "attention_mask": [[1, 1]]}
+    with pytest.raises(TypeError, match=r"got dict: give batch\['input_ids'\], with lengths="):
+        layer_gains(model, batch)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"got list of list: give \[torch\.tensor\(ids\)"):
+        layer_gains(model, batch["input_ids"])  # type: ignore[arg-type]

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from lipformer.analysis import AttentionMaps, attention_maps
+import lipformer as lf
+from lipformer.analysis import AttentionMaps, attention_maps, ball_bound, probe_attention
 
 
 def layer(heads: int = 4, bias: bool = True) -> nn.MultiheadAttention:
@@ -66,3 +67,33 @@ def test_bad_input() -> None:
         AttentionMaps(torch.zeros(2, 3, 3), torch.zeros(2, 3, 4), torch.zeros(3))
     with pytest.raises(TypeError, match=r"mask must be bool .* got torch.float32"):
         attention_maps(nn.MultiheadAttention(4, 2)).weights(torch.zeros(3, 4), torch.zeros(3, 3))
+
+
+@pytest.mark.parametrize(
+    ("other", "pointer"),
+    [
+        (lf.L2MultiheadAttention(4, 2), "which has a global constant: lf.certify"),
+        (nn.TransformerEncoderLayer(4, 2, 8), "give its attention, layer.self_attn"),
+        (nn.Sequential(nn.Linear(4, 4)), r"one of probe_attention\(model, tokens\), or use layer_gains"),
+    ],
+)
+def test_an_error_points_on(other: nn.Module, pointer: str) -> None:
+    with pytest.raises(TypeError, match=f"got {type(other).__name__}.*{pointer}"):
+        ball_bound(other, 3, 1.0)
+
+
+def test_a_probe_is_a_layer_too() -> None:
+    model, x = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), torch.randn(5, 4)
+    seen = torch.ones(5, 5, dtype=torch.bool).tril()
+    (plain,) = probe_attention(model, x)
+    assert ball_bound(plain, 5, 1.0) == ball_bound(model.self_attn, 5, 1.0)
+    (causal,) = probe_attention(model, x, forward=lambda y: model(y, src_mask=~seen))
+    assert attention_maps(causal).causal
+    torch.testing.assert_close(attention_maps(causal)(x), causal(x))
+    window = seen.triu(-1)
+    (masked,) = probe_attention(model, x, forward=lambda y: model(y, src_mask=~window))
+    with pytest.raises(ValueError, match=r"self_attn was called with a mask: give probe\.maps\(\)"):
+        attention_maps(masked)
+    (bent,) = probe_attention(model, x, forward=lambda y: model(y, src_mask=torch.randn(5, 5)))
+    with pytest.raises(ValueError, match="self_attn has no AttentionMaps"):
+        attention_maps(bent)

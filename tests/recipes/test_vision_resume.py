@@ -1,4 +1,4 @@
-"""An interrupted run of recipes/vision is finished from its checkpoint; a planned one is not prolonged."""
+"""An interrupted run of recipes/vision is finished from its checkpoint, a planned one not prolonged."""
 
 from __future__ import annotations
 
