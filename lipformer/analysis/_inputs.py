@@ -36,10 +36,12 @@ def check_order(layer: object, x: Tensor) -> None:
     Its forward would read x as (N, B, D), a bound as (B, N, D), and be one of another input.
     """
     if isinstance(layer, nn.Module) and not getattr(layer, "batch_first", True) and x.ndim > 2:
+        # Maps have no order of their own; L2 attention has no maps.
+        dot = isinstance(layer, nn.MultiheadAttention)
+        instead = "transpose x and give attention_maps(layer), or " if dot else ""
         raise ValueError(
-            "tokens are (B, N, D), and this layer has batch_first=False: transpose x and give "
-            "attention_maps(layer), or build the layer with batch_first=True; got x of shape "
-            f"{tuple(x.shape)}"
+            f"tokens are (B, N, D), and this layer has batch_first=False: {instead}build the layer with "
+            f"batch_first=True; got x of shape {tuple(x.shape)}"
         )
 
 

@@ -36,6 +36,7 @@ from torch import Tensor
 
 from lipformer.analysis import GainRow, GainTable, adversarial_tokens, layer_gains, probe_attention
 from lipformer.certificate import estimate_lipschitz
+from recipes.analysis.help import Help
 from training.characters import embedded_text
 
 LENGTHS = (2, 3, 4, 6, 8, 11, 16, 23, 33, 48, 69, 100)
@@ -46,10 +47,7 @@ PAPER = "0.24 to 0.26 in most layers of BERT and GPT-2, 0.51 in layer 6 of pretr
 
 def arguments() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").split("\n\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     add = parser.add_argument
     add("--model", default="random-gpt2", help="directory, hub name, random-gpt2 or random-bert")
     add("--text", type=Path, help="text file (default: documentation that comes with Python)")
@@ -62,7 +60,9 @@ def arguments() -> argparse.ArgumentParser:
     add("--special", action="store_true", help="begin with the tokenizer's [CLS], end with its [SEP]")
     add("--heads-only", action="store_true", help="attention without its output projection")
     choices = ["none", "jasmin", "min"]
-    add("--bound", choices=choices, default="none", help="of each gain; takes longer, min much longer")
+    add(
+        "--bound", choices=choices, default="none", help="above each gain; takes longer, min much longer"
+    )
     add("--adversarial", action="store_true", help="steep tokens instead of text, at the norms of text")
     add("--tol", type=float, default=1e-4, help="relative tolerance of a gain")
     add("--seed", type=int, default=0, help="of random weights, sequences and starts")
@@ -219,6 +219,8 @@ def main(given: list[str] | None = None) -> int:
         raise SystemExit(f"--lengths needs two different lengths to fit a growth, got {options.lengths}")
     if options.text is not None and not options.text.is_file():
         raise SystemExit(f"--text must be a text file, got {str(options.text)!r}")
+    if options.adversarial and options.bound != "none":
+        raise SystemExit(f"--adversarial has no bounds: leave out --bound, got {options.bound}")
     torch.manual_seed(options.seed)
     model, ids, around = load(options)
     cut = sequences(ids, around, options)
@@ -238,7 +240,8 @@ def main(given: list[str] | None = None) -> int:
     part = options.out / "summary.md.part"
     part.write_text(text, encoding="utf-8")
     part.replace(options.out / "summary.md")
-    Console().print(text, markup=False)
+    # Rows of Markdown stay whole at any width.
+    Console().print(text, markup=False, soft_wrap=True)
     return 0
 
 

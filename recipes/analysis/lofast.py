@@ -29,9 +29,11 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from lipformer.analysis import AttentionMaps, attention_maps, lofast_bound
+from recipes.analysis.help import Help
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.ticker import MaxNLocator
 
 RADII = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 KINDS = ("generic", "unit-norm")
@@ -156,6 +158,8 @@ def draw(rows: list[Row], path: Path) -> None:
         axis.set_yscale("log")
         if experiment == "eps":
             axis.set_xscale("log")
+        else:
+            axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.set_title(f"{kind} weights, x + f(x)" if experiment == "eps" else f"generic layers {kind}")
         axis.set_xlabel(experiment)
         axis.set_ylabel("movement / eps")
@@ -179,7 +183,7 @@ def write(rows: list[Row], path: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     parser.add_argument("--out", type=Path, default=Path("report/analysis/lofast"), help="directory")
     for name, default, text in (
         ("tokens", 16, "N"),
@@ -189,9 +193,9 @@ def main(arguments: list[str] | None = None) -> None:
         ("steps", 40, "of the attack"),
         ("depth", 5, "the largest number of layers"),
     ):
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default: {default})")
-    parser.add_argument("--eps", type=float, default=0.1, help="radius through depth (default: 0.1)")
-    parser.add_argument("--seed", type=int, default=0, help="of all random numbers (default: 0)")
+        parser.add_argument(f"--{name}", type=int, default=default, help=text)
+    parser.add_argument("--eps", type=float, default=0.1, help="radius through depth")
+    parser.add_argument("--seed", type=int, default=0, help="of all random numbers")
     options = parser.parse_args(arguments)
     for name in ("tokens", "dim", "heads", "samples", "steps", "depth"):
         if getattr(options, name) < 1:

@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 import matplotlib
 import torch
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -35,6 +36,7 @@ from torch import Tensor, nn
 
 import lipformer as lf
 from lipformer.analysis import AttentionMaps, measure_gain, split_attack, split_gain
+from recipes.analysis.help import Help
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -60,7 +62,9 @@ class Row(NamedTuple):
 def attentions(dim: int) -> dict[str, Attention]:
     """Dot-product attention with A = -I, W = I and lean L2 attention with the same values."""
     eye = torch.eye(dim, dtype=torch.float64)
-    l2 = lf.L2MultiheadAttention(dim, 1, bias=False, value_proj=False, dtype=torch.float64)
+    l2 = lf.L2MultiheadAttention(
+        dim, 1, bias=False, value_proj=False, batch_first=True, dtype=torch.float64
+    )
     with torch.no_grad():
         l2.q_proj.weight.copy_(eye)
         l2.out_proj.weight.copy_(eye)
@@ -161,8 +165,13 @@ def added(row: Row) -> float:
 
 def show(rows: list[Row], console: Console) -> None:
     """For each kind of cloud, attention and number of tokens, the cloud where splitting adds most."""
+    # Narrow enough for 80 columns.
+    names = ("cloud", "attention", "tokens", "decides", "radius", "unsplit", "split", "attack")
     table = Table(
-        "cloud", "attention", "tokens", "split decides", "most at radius", "unsplit", "split", "attack"
+        *names,
+        box=SIMPLE,
+        padding=(0, 1, 0, 0),
+        title="clouds where splitting decides; the radius where it adds most",
     )
     for key in dict.fromkeys((row.cloud, row.attention, row.tokens) for row in rows):
         group = select(rows, cloud=key[0], attention=key[1], tokens=key[2])
@@ -176,17 +185,15 @@ def show(rows: list[Row], console: Console) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs the recipe."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     parser.add_argument(
         "--tokens", type=int, nargs="+", default=[3, 5, 9, 25], help="odd numbers of tokens"
     )
     parser.add_argument(
         "--radii", type=float, nargs="+", default=[0.5, 1.0, 2.0, 4.0, 8.0], help="radii of the ball"
     )
-    parser.add_argument("--dim", type=int, default=2, help="width of the tokens (default 2)")
-    parser.add_argument("--draws", type=int, default=6, help="clouds of each kind and size (default 6)")
+    parser.add_argument("--dim", type=int, default=2, help="width of the tokens")
+    parser.add_argument("--draws", type=int, default=6, help="clouds of each kind and size")
     parser.add_argument("--step", type=float, default=1e-3, help="of the split, over the radius")
     parser.add_argument("--seed", type=int, default=0, help="of the clouds")
     parser.add_argument("--out", type=Path, default=Path("report/mass_splitting"), help="directory")

@@ -41,7 +41,10 @@ def test_random_models(model: str, tmp_path: Path, capsys: pytest.CaptureFixture
     assert [int(row["n"]) for row in found] == [n for n in (2, 6, 12) for _ in range(4)]
     assert all(0 < float(row["gain"]) <= float(row["bound"]) for row in found)
     assert "| 1 " in (tmp_path / "summary.md").read_text()
-    assert model in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert model in shown
+    summary = (tmp_path / "summary.md").read_text()
+    assert all(line in shown for line in summary.splitlines()), "no row of the table is broken"
     again = tmp_path / "again"
     main(["--model", model, *SMALL, "--bound", "jasmin", "--out", str(again)])
     assert rows(again) == found
@@ -97,6 +100,7 @@ def test_bad_arguments(tmp_path: Path) -> None:
         (["--lengths", "4", "4"], "two different lengths"),
         (["--text", str(tmp_path / "none.txt")], "must be a text file"),
         (["--special"], "needs a tokenizer"),
+        (["--adversarial", "--bound", "min"], "leave out --bound, got min"),
     ):
         with pytest.raises(SystemExit, match=match):
             main([*given, "--out", str(tmp_path / "out")])
