@@ -56,8 +56,8 @@ def certified_radius(
     Args:
         model: an ``nn.Sequential``, or a module with one as ``body`` that computes the same; in eval
             mode or without dropout. Its last module should be a linear layer, or one times a number.
-            Dot-product attention stands in it as ``nn.MultiheadAttention(..., batch_first=True)`` or
-            in ``lf.Residual``, ``lf.ConvexResidual``; ``nn.TransformerEncoder`` is not followed.
+            Dot-product attention is ``lipformer.models.DotProductSelfAttention`` there, by itself or in
+            ``lf.Residual``, ``lf.ConvexResidual``; ``nn.TransformerEncoder`` is not followed.
         x: images, (B, *), or whatever the model takes; the radius is in their l2 norm.
         y: labels, (B,), integers.
         max_radius: where the search ends; larger radii are returned as this.

@@ -123,8 +123,8 @@ def _constant(module: nn.Module, x: Tensor) -> float:
             type(module).__name__,
             "the dot products inside it have no global constant, and local bounds do not follow this "
             "class: they go through nn.Sequential, lf.Residual and lf.ConvexResidual",
-            "the same network of these, for example lf.Residual(nn.MultiheadAttention(..., "
-            "batch_first=True)), or register_perturbation",
+            "the same network of these, for example "
+            "lf.Residual(lipformer.models.DotProductSelfAttention(dim, heads))",
         ) from error
 
 
