@@ -274,7 +274,7 @@ def test_long_sequences_need_no_dense_matrix() -> None:
 
 
 def test_what_a_tokenizer_gives_is_pointed_to() -> None:
-    model, batch = nn.MultiheadAttention(4, 2), {"input_ids": [[1, 2]], "attention_mask": [[1, 1]]}
+    model, batch = torch.nn.MultiheadAttention(4, 2), {"input_ids": [[1, 2]], "attention_mask": [[1, 1]]}
     with pytest.raises(TypeError, match=r"got dict: give batch\['input_ids'\], with lengths="):
         layer_gains(model, batch)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"got list of list: give \[torch\.tensor\(ids\)"):
