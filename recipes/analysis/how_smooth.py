@@ -36,7 +36,7 @@ from torch import Tensor
 
 from lipformer.analysis import GainRow, GainTable, adversarial_tokens, layer_gains, probe_attention
 from lipformer.certificate import estimate_lipschitz
-from recipes.analysis.help import Help
+from recipes.analysis.help import Help, claim_directory, positive
 from training.characters import embedded_text
 
 LENGTHS = (2, 3, 4, 6, 8, 11, 16, 23, 33, 48, 69, 100)
@@ -102,7 +102,10 @@ def load(options: argparse.Namespace) -> tuple[torch.nn.Module, Tensor, list[int
         import transformers
     except ImportError:
         raise SystemExit("this recipe needs transformers: pip install 'lipformer[hf]'") from None
-    text = embedded_text() if options.text is None else options.text.read_text(encoding="utf-8")
+    try:
+        text = embedded_text() if options.text is None else options.text.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise SystemExit(f"--text must be UTF-8 text, got {str(options.text)!r}: {error}") from None
     text = text[:MOST_CHARACTERS]
     if options.model in ("random-gpt2", "random-bert"):
         if options.special:
@@ -214,7 +217,11 @@ def summary(table: GainTable, options: argparse.Namespace) -> str:
 
 def main(given: list[str] | None = None) -> int:
     """Measures, writes the three files and prints the summary."""
-    options = arguments().parse_args(given)
+    parser = arguments()
+    options = parser.parse_args(given)
+    positive(parser, options, "lengths", "sequences", "depth", "width", "heads", "tol")
+    if options.width % options.heads:
+        parser.error(f"--width must be a multiple of --heads, got {options.width} and {options.heads}")
     if len(set(options.lengths)) < 2:
         raise SystemExit(f"--lengths needs two different lengths to fit a growth, got {options.lengths}")
     if options.text is not None and not options.text.is_file():
@@ -224,6 +231,7 @@ def main(given: list[str] | None = None) -> int:
     torch.manual_seed(options.seed)
     model, ids, around = load(options)
     cut = sequences(ids, around, options)
+    claim_directory(parser, options.out)
     if options.adversarial:
         table = steep_gains(model, cut, options)
     else:
@@ -233,7 +241,6 @@ def main(given: list[str] | None = None) -> int:
             tol=options.tol, bound=None if options.bound == "none" else options.bound,
             output_projection=not options.heads_only, progress=True, generator=generator,
         )  # fmt: skip
-    options.out.mkdir(parents=True, exist_ok=True)
     table.to_csv(options.out / "gains.csv")
     table.plot(options.out / "gains.png", title=f"attention of {name(options)}")
     text = summary(table, options)

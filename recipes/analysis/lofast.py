@@ -29,7 +29,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from lipformer.analysis import AttentionMaps, attention_maps, lofast_bound
-from recipes.analysis.help import Help
+from recipes.analysis.help import Help, claim_directory, positive
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -197,16 +197,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--eps", type=float, default=0.1, help="radius through depth")
     parser.add_argument("--seed", type=int, default=0, help="of all random numbers")
     options = parser.parse_args(arguments)
-    for name in ("tokens", "dim", "heads", "samples", "steps", "depth"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name} must be at least 1, got {getattr(options, name)}")
+    positive(parser, options, "tokens", "dim", "heads", "samples", "steps", "depth", "eps")
     if options.dim % options.heads:
         parser.error(f"--dim must be a multiple of --heads, got {options.dim} and {options.heads}")
-    if not 0.0 < options.eps < float("inf"):
-        parser.error(f"--eps must be positive and finite, got {options.eps}")
+    claim_directory(parser, options.out)
     console = Console()
     rows = measure(options, console)
-    options.out.mkdir(parents=True, exist_ok=True)
     write(rows, options.out / "lofast.csv")
     draw(rows, options.out / "lofast.png")
     table = Table("experiment", "kind", "depth", "eps", "attack", "refined", "plain")

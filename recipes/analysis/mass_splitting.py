@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 import lipformer as lf
 from lipformer.analysis import AttentionMaps, measure_gain, split_attack, split_gain
-from recipes.analysis.help import Help
+from recipes.analysis.help import Help, claim_directory, positive
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -198,13 +198,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the clouds")
     parser.add_argument("--out", type=Path, default=Path("report/mass_splitting"), help="directory")
     options = parser.parse_args(arguments)
-    for name in ("radii", "dim", "draws", "step"):
-        given = getattr(options, name)
-        if min(given if isinstance(given, list) else [given]) <= 0:
-            parser.error(f"--{name} must be positive, got {given}")
+    positive(parser, options, "radii", "dim", "draws", "step")
     if any(n < 3 or n % 2 == 0 for n in options.tokens):
         parser.error(f"--tokens must be odd numbers >= 3, got {options.tokens}")
-    options.out.mkdir(parents=True, exist_ok=True)
+    if max(options.tokens) * options.dim > 4096:
+        parser.error(
+            f"--tokens times --dim must be at most 4096, got {options.tokens} and {options.dim}"
+        )
+    claim_directory(parser, options.out)
     console = Console()
     rows: list[Row] = []
     total = 2 * len(CLOUDS) * len(options.tokens) * len(options.radii) * options.draws

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from io import StringIO
+from pathlib import Path
 from types import ModuleType
 
 import matplotlib.pyplot as plt
@@ -28,6 +29,46 @@ def test_help_has_the_whole_header_and_each_default_once(
     text = " ".join(shown.partition("options:")[2].split())
     for option in text.split(" --")[2:]:
         assert option.count("(default") == 1, option
+
+
+@pytest.mark.parametrize(
+    ("recipe", "arguments", "message"),
+    [
+        (how_smooth, ["--sequences", "0"], "--sequences must be positive and finite, got 0"),
+        (how_smooth, ["--depth", "0"], "--depth must be positive and finite, got 0"),
+        (how_smooth, ["--tol", "0"], "--tol must be positive and finite, got 0.0"),
+        (how_smooth, ["--heads", "3", "--width", "16"], "a multiple of --heads, got 16 and 3"),
+        (lofast, ["--eps", "nan"], "--eps must be positive and finite, got nan"),
+        (mass_splitting, ["--radii", "1", "inf"], "--radii must be positive and finite, got [1.0, inf]"),
+        (mass_splitting, ["--step", "nan"], "--step must be positive and finite, got nan"),
+        (mass_splitting, ["--tokens", "4099"], "at most 4096, got [4099] and 2"),
+    ],
+)
+def test_bad_options_end_in_one_line_and_leave_nothing(
+    recipe: ModuleType,
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        recipe.main([*arguments, "--out", str(tmp_path / "out")])
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("recipe", [how_smooth, lofast, mass_splitting])
+def test_a_place_that_cannot_be_written_in_is_told_before_the_work(
+    recipe: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = tmp_path / "file"
+    place.write_text("kept")
+    with pytest.raises(SystemExit) as stop:
+        recipe.main(["--out", str(place)])
+    assert stop.value.code == 2
+    assert "--out must be a directory that can be written in" in capsys.readouterr().err
+    assert place.read_text() == "kept"
 
 
 def test_the_table_of_splits_fits_80_columns() -> None:

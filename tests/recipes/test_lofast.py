@@ -27,7 +27,7 @@ def test_it_writes_a_table_and_a_picture(tmp_path: Path, capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--steps", "0"], "--steps must be at least 1, got 0"),
+        (["--steps", "0"], "--steps must be positive and finite, got 0"),
         (["--dim", "5"], "--dim must be a multiple of --heads, got 5 and 4"),
         (["--eps", "-1"], "--eps must be positive and finite, got -1.0"),
     ],
