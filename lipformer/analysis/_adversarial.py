@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from lipformer.analysis._ball import check_ball
+from lipformer.analysis._inputs import count
 from lipformer.analysis._maps import Attention, AttentionMaps
 
 _DOWN = 1 - 1e-9
@@ -126,8 +127,7 @@ def mean_field_lower_bound(attn: Attention, radius: float) -> float:
 
 def _log_odds(n: int, causal: bool, maps: AttentionMaps) -> Tensor:
     """Logarithm of the outlier's odds for each copy, (n - 1,)."""
-    if not isinstance(n, int) or n < 1:
-        raise ValueError(f"n must be an integer >= 1, got {n!r}")
+    n = count(n, "n")
     place: dict[str, Any] = {"dtype": torch.float64, "device": maps.logits.device}
     if causal:
         return -torch.arange(1, n, **place).log()

@@ -7,7 +7,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from lipformer.analysis._maps import Attention, AttentionMaps, attention_maps
+from lipformer.analysis._inputs import count, number
+from lipformer.analysis._maps import Attention, AttentionMaps, finite_maps
 from lipformer.functional import spectral_norm_bound
 
 _EXPONENTS = 257
@@ -108,8 +109,7 @@ def ball_bound(
         [3.65, 5.25, 6.42]
     """
     maps, radius, causal = check_ball(attn, radius, causal)
-    if not isinstance(n, int) or n < 1:
-        raise ValueError(f"n must be an integer >= 1, got {n!r}")
+    n = count(n, "n")
     with torch.no_grad():
         alpha, beta = _logit_ranges(maps, radius)
         if any_mask:
@@ -181,7 +181,7 @@ def layer_norm_radius(norm: int | nn.LayerNorm | nn.RMSNorm) -> float:
         bias = getattr(norm, "bias", None)
         if bias is not None:
             shift = float(torch.linalg.vector_norm(bias.detach().double()))
-    elif isinstance(norm, int) and norm >= 1:
+    elif isinstance(norm, int) and not isinstance(norm, bool) and norm >= 1:
         dim = norm
     else:
         raise ValueError(f"norm must be a width >= 1, nn.LayerNorm or nn.RMSNorm, got {norm!r}")
@@ -190,10 +190,9 @@ def layer_norm_radius(norm: int | nn.LayerNorm | nn.RMSNorm) -> float:
 
 def check_ball(attn: Attention, radius: float, causal: bool | None) -> tuple[AttentionMaps, float, bool]:
     """The maps in float64, the radius and whether they are causal; ValueError for a bad radius."""
-    if not 0 <= radius < math.inf:
-        raise ValueError(f"radius must be finite and not negative, got {radius!r}")
-    maps = attention_maps(attn).double()
-    return maps, float(radius), maps.causal if causal is None else causal
+    radius = number(radius, "radius")
+    maps = finite_maps(attn)
+    return maps, radius, maps.causal if causal is None else causal
 
 
 def _logit_ranges(maps: AttentionMaps, radius: float) -> tuple[Tensor, Tensor]:
@@ -213,4 +212,6 @@ def _causal_mean_field(alpha: Tensor, beta: Tensor) -> Tensor:
 
 def _rounded_up(bound: Tensor, terms: int) -> float:
     """Up by more than the rounding errors of sums of so many terms, exponentials and products."""
-    return float(bound) * (1 + (terms + 4096) * 2.0**-52)
+    value = float(bound) * (1 + (terms + 4096) * 2.0**-52)
+    # Weights and radius are finite, so that NaN is an overflow (infinity times zero): no bound at all.
+    return math.inf if math.isnan(value) else value

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from lipformer.analysis._inputs import check_finite
+from lipformer.analysis._inputs import check_samples, count, number, radii
 from lipformer.analysis._lofast import Modulus, in_double
-from lipformer.analysis._perturbation import flat, modulus_of, radii
+from lipformer.analysis._perturbation import flat, modulus_of
 from lipformer.layers._bake import Scaled, round_down
 
 _DROPOUT = (
@@ -76,10 +76,8 @@ def certified_radius(
         >>> certified_radius(model, torch.tensor([[0.5, 3.0]]), torch.tensor([0])).item()
         0.499
     """
-    if not 0.0 < max_radius < math.inf or not 0.0 < tol < math.inf:
-        raise ValueError(
-            f"max_radius and tol must be positive and finite, got max_radius={max_radius!r}, tol={tol!r}"
-        )
+    max_radius = number(max_radius, "max_radius", positive=True)
+    tol = number(tol, "tol", positive=True)
     found = []
     for test, part in _tests(model, x, y, batch_size):
         low = torch.zeros(len(part), dtype=torch.float64, device=part.device)
@@ -90,7 +88,7 @@ def certified_radius(
             stands = test(middle)
             low, high = torch.where(stands, middle, low), torch.where(stands, high, middle)
         found.append(low)
-    return torch.cat(found) if found else torch.zeros(0, dtype=torch.float64)
+    return torch.cat(found) if found else x.new_zeros(0, dtype=torch.float64)
 
 
 @torch.no_grad()
@@ -106,10 +104,13 @@ def is_certified(
         eps: l2 radius, a number or (B,).
         batch_size: images at a time.
     """
-    radius = radii(eps, x, "eps")
-    tests = _tests(model, x, y, batch_size)
-    found = [test(part) for (test, _), part in zip(tests, radius.split(batch_size), strict=True)]
-    return torch.cat(found)
+    check_samples(x, "x")
+    radius = radii(eps, x.shape[:1], x.device, "eps")
+    found: list[Tensor] = []
+    for test, part in _tests(model, x, y, batch_size):
+        first = sum(map(len, found))
+        found.append(test(radius[first : first + len(part)]))
+    return torch.cat(found) if found else x.new_zeros(0, dtype=torch.bool)
 
 
 @torch.no_grad()
@@ -128,9 +129,16 @@ def certified_accuracy(
     Returns:
         one share for each radius.
     """
+    check_samples(x, "x")
     if len(x) == 0:
         raise ValueError("x must hold at least one image, got none")
-    levels = [radii(e, x, "eps")[0] for e in eps]
+    if (
+        not isinstance(eps, Iterable)
+        or isinstance(eps, str)
+        or (isinstance(eps, Tensor) and not eps.ndim)
+    ):
+        raise ValueError(f"eps must be a sequence of radii, got {eps!r}")
+    levels = [x.new_tensor(number(e, "eps"), dtype=torch.float64) for e in eps]
     totals = [0] * len(levels)
     for test, part in _tests(model, x, y, batch_size):
         for i, level in enumerate(levels):
@@ -142,13 +150,18 @@ def _tests(
     model: nn.Module, x: Tensor, y: Tensor, batch_size: int
 ) -> Iterator[tuple[Callable[[Tensor], Tensor], Tensor]]:
     """For each batch the test of radii (B,) -> (B,) bool, and its labels."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    check_samples(x, "x")
+    batch_size = count(batch_size, "batch_size")
+    if not isinstance(y, Tensor):
+        raise ValueError(f"y must be integers of shape ({len(x)},), got {y!r}")
     if y.shape != x.shape[:1] or y.is_floating_point() or y.dtype == torch.bool:
         raise ValueError(
             f"y must be integer labels of shape ({len(x)},), got {y.dtype} {tuple(y.shape)}"
         )
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-        raise ValueError(f"batch_size must be an integer >= 1, got {batch_size!r}")
-    check_finite(x)
+    if len(x) == 0:
+        return
     parts = _parts(model, x[:1])
     *body, head = parts.values()
     weight = _head_weight(head)

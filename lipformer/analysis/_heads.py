@@ -91,8 +91,16 @@ class Heads:
         q, k = _projected(x, self.query, self.query_bias), _projected(x, self.key, self.key_bias)
         return abs(self.scale) * float(q.norm(dim=-1).amax() * k.norm(dim=-1).amax())
 
+    def constant(self) -> Tensor | None:
+        """What every token gets whatever the tokens are, (E,): the biases of values and output."""
+        bias = self.value_bias
+        if bias is None:
+            return self.out_bias
+        shift = bias.flatten() if self.out is None else torch.einsum("he,hef->f", bias, self.out)
+        return shift if self.out_bias is None else shift + self.out_bias
+
     def maps(self) -> AttentionMaps:
-        """As maps of single tokens, the form that bounds take.
+        """As maps of single tokens in float64, the form that bounds take.
 
         Raises:
             ValueError: with `rotary`, whose logits are no function of two tokens alone.

@@ -1,6 +1,9 @@
-"""What the functions here take as tokens and masks, checked in one place."""
+"""What the functions here take as tokens, masks, radii and counts, checked in one place."""
 
 from __future__ import annotations
+
+import math
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor, nn
@@ -52,8 +55,9 @@ def check_mask(mask: Tensor, n: int) -> None:
         mask: broadcastable to (*, H, N, N).
         n: N.
     """
-    if mask.dtype != torch.bool:
-        raise TypeError(f"mask must be bool (True where i may see j), got {mask.dtype}")
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(f"mask must be bool (True where i may see j), got {got}")
     if mask.ndim < 1 or any(size not in (1, n) for size in mask.shape[-2:]):
         raise ValueError(
             f"mask must be broadcastable to (*, H, N, N) with N = {n}, got {tuple(mask.shape)}"
@@ -76,3 +80,47 @@ def _false(flags: Tensor) -> int:
         if "vmap" in str(error):
             return 0
         raise
+
+
+def check_samples(x: Tensor, name: str = "x") -> None:
+    """ValueError unless x are finite samples (B, *, D) in floating point."""
+    if not isinstance(x, Tensor) or x.ndim < 2 or not x.is_floating_point():
+        got = f"{tuple(x.shape)} of {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"{name} must be floating-point samples (B, D), (B, N, D) or images, got {got}")
+    check_finite(x, name)
+
+
+def number(given: float | Tensor, name: str, *, positive: bool = False) -> float:
+    """A finite number that is positive, or not negative; ValueError for others and other types."""
+    plain = isinstance(given, Real) and not isinstance(given, bool)
+    single = isinstance(given, Tensor) and given.ndim == 0 and _is_real(given)
+    value = float(given) if plain or single else math.nan
+    if not value >= 0 or value == math.inf or (positive and value == 0):
+        allowed = "positive and finite" if positive else "finite and not negative"
+        raise ValueError(f"{name} must be {allowed}, got {given!r}")
+    return value
+
+
+def count(given: int, name: str) -> int:
+    """An integer >= 1; ValueError for others, bool among them."""
+    if isinstance(given, bool) or not isinstance(given, Integral) or given < 1:
+        raise ValueError(f"{name} must be an integer >= 1, got {given!r}")
+    return int(given)
+
+
+def radii(given: float | Tensor, shape: torch.Size, device: torch.device, name: str) -> Tensor:
+    """A radius for each sample, of the shape in float64; ValueError unless finite and not negative."""
+    if isinstance(given, Tensor) and given.ndim:
+        bad = not _is_real(given) or not bool(((given >= 0) & given.isfinite()).all())
+        if bad:
+            raise ValueError(f"{name} must be finite and not negative, got {given!r}")
+        if given.shape != shape:
+            raise ValueError(
+                f"{name} must be a number or of shape {tuple(shape)}, got {tuple(given.shape)}"
+            )
+        return given.detach().to(device, torch.float64)
+    return torch.full(shape, number(given, name), dtype=torch.float64, device=device)
+
+
+def _is_real(x: Tensor) -> bool:
+    return x.dtype != torch.bool and not x.is_complex()

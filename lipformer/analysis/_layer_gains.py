@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -135,9 +136,16 @@ def _sequences(tokens: Tensor | Sequence[Tensor], lengths: Sequence[int] | None)
             f"lengths must be one for each of {len(sequences)} sequences, got {len(lengths)}"
         )
     for length, sequence in zip(lengths, sequences, strict=True):
-        if not 1 <= length <= len(sequence):
-            raise ValueError(f"a length must be in 1..{len(sequence)}, got {length}")
+        if not _is_length(length) or not 1 <= length <= len(sequence):
+            raise ValueError(f"a length must be an integer in 1..{len(sequence)}, got {length!r}")
     return [sequence[: int(length)] for length, sequence in zip(lengths, sequences, strict=True)]
+
+
+def _is_length(given: object) -> bool:
+    """Whether it is an integer, or one of a tensor of them."""
+    if isinstance(given, Tensor):
+        return given.ndim == 0 and not given.is_floating_point() and given.dtype != torch.bool
+    return isinstance(given, Integral) and not isinstance(given, bool)
 
 
 @contextlib.contextmanager

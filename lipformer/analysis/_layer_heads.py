@@ -10,7 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from lipformer.analysis._heads import Heads
-from lipformer.analysis._maps import AttentionMaps, HasAttentionMaps, check_self_attention
+from lipformer.analysis._maps import (
+    AttentionMaps,
+    HasAttentionMaps,
+    attention_maps,
+    check_self_attention,
+)
 
 SUPPORTED = (
     "torch.nn.MultiheadAttention (also inside torch.nn.TransformerEncoder), lipformer's dot-product "
@@ -91,7 +96,7 @@ def heads_of(site: Site) -> Heads | AttentionMaps:
         scale = float(module.head_dim**-0.5)
         return _heads(*parts, *_linear(module.out), scale, True, module.positions == "rotary")
     if kind == "maps":
-        return module.attention_maps()
+        return attention_maps(module)
     if kind == "gpt2":
         if hasattr(module, "q_attn"):
             raise ValueError(f"{site.name} is cross-attention")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lipformer.analysis._ball import combine_heads, joint_norm, root
 from lipformer.analysis._inputs import check_order, check_tokens
-from lipformer.analysis._maps import Attention, AttentionMaps, attention_maps
+from lipformer.analysis._maps import Attention, AttentionMaps, attention_maps, finite_maps
 from lipformer.functional import spectral_norm_bound
 
 METHODS = ("min", "sharp", "jasmin")
@@ -82,6 +82,8 @@ def local_bound(
     if method != "sharp":
         found.append(_jasmin(maps, wide, weights))
     bound = torch.stack(found).amin(0) + _slack(maps, wide)
+    # Weights and tokens are finite, so that NaN is an overflow: of an upper bound, infinity.
+    bound = torch.where(bound.isnan(), torch.inf, bound)
     return _round_up(bound, torch.promote_types(x.dtype, torch.float32))
 
 
@@ -242,7 +244,7 @@ def _round_up(bound: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _checked(attn: Attention, x: Tensor) -> tuple[AttentionMaps, Tensor]:
-    maps = attention_maps(attn).double()
+    maps = finite_maps(attn)
     check_tokens(x, maps.logits.shape[-1])
     check_order(attn, x)
     return maps, x.double()

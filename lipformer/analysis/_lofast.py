@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from lipformer.analysis._inputs import check_order, check_tokens
+from lipformer.analysis._inputs import check_order, check_tokens, radii
 from lipformer.analysis._lofast_second_order import jacobian_norm, remainder_term
 from lipformer.analysis._lofast_terms import (
     EXACT,
@@ -24,7 +24,7 @@ from lipformer.analysis._lofast_terms import (
     softmax_slope,
     spreads,
 )
-from lipformer.analysis._maps import Attention, AttentionMaps, attention_maps
+from lipformer.analysis._maps import Attention, AttentionMaps, finite_maps
 from lipformer.functional._rounding import UNIT
 
 Modulus = Callable[[Tensor], Tensor]
@@ -96,17 +96,11 @@ def lofast_bound(
         (0.2155, 0.1849)
     """
     modulus = lofast_modulus(attn, x, residual=residual, scale=scale, refined=refined, mask=mask)
-    radius = torch.as_tensor(eps, dtype=torch.float64, device=x.device)
-    if not bool(((radius >= 0) & torch.isfinite(radius)).all()):
-        raise ValueError(f"eps must be finite and not negative, got {eps!r}")
-    try:
-        radius = radius.expand(x.shape[:-2])
-    except RuntimeError as error:
-        raise ValueError(
-            f"eps must be a number or of shape {tuple(x.shape[:-2])}, got {tuple(radius.shape)}"
-        ) from error
-    bound = modulus(radius).to(torch.promote_types(x.dtype, torch.float32))
-    return torch.where(bound > 0, torch.nextafter(bound, torch.full_like(bound, torch.inf)), bound)
+    radius = radii(eps, x.shape[:-2], x.device, "eps")
+    exact = modulus(radius)
+    bound = exact.to(torch.promote_types(x.dtype, torch.float32))
+    # Decided before the conversion: a tiny bound rounds to zero, which would no longer be one.
+    return torch.where(exact > 0, torch.nextafter(bound, torch.full_like(bound, torch.inf)), bound)
 
 
 @torch.no_grad()
@@ -120,13 +114,17 @@ def lofast_modulus(
     mask: Tensor | None = None,
 ) -> Modulus:
     """:func:`lofast_bound` as a function of eps, (*,) to (*,) in float64, its norms computed once."""
-    # The module first: products of its weights in float32 would be those of another layer.
-    attn = in_double(attn) if isinstance(attn, nn.Module) else attn
-    maps = attention_maps(attn).double()
+    maps = finite_maps(attn)
     _check(maps, x, residual, scale)
     check_order(attn, x)
     terms = _Terms(maps, x.detach().double(), residual, scale, mask)
-    return terms.refined() if refined else terms.plain
+    bound = terms.refined() if refined else terms.plain
+
+    def modulus(eps: Tensor) -> Tensor:
+        # Weights and tokens are finite, so that NaN is an overflow; and nothing moves within zero.
+        return torch.where(eps == 0, 0.0, bound(eps).nan_to_num(nan=torch.inf, posinf=torch.inf))
+
+    return modulus
 
 
 def in_double(module: nn.Module) -> nn.Module:

@@ -8,6 +8,7 @@ What follows here holds for every such map whose logits depend on pairs of token
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,6 +23,12 @@ from lipformer.layers import L2MultiheadAttention
 
 _DENSE = 4096
 """Largest N max(D, E) for which the Jacobian is made."""
+
+_LEAST_LOG = math.log(1e-300)
+"""Least logarithm of a weight over the largest: gains divide by the roots of weights."""
+
+_LEAST_MOVE = 1e-8
+"""Least W2 distance of the clouds of an attack, of the longest token: its square is the rounding."""
 
 Field = Callable[[Tensor, Tensor, Tensor], Tensor]
 """T_mu at queries (*, M, D), for tokens (*, N, D) with log weights (*, N): (*, M, E)."""
@@ -43,8 +50,8 @@ def measure_attention(attn: Attention, x: Tensor, weights: Tensor) -> Tensor:
     Returns:
         The tokens (*, N, E) of the image, whose weights are a, in x's dtype. Dropout is off.
     """
-    a = _check_cloud(attn, x, weights)
-    return _field(attn, x.dtype)(x, x, a.log())
+    logs = _log_weights(attn, x, weights)
+    return _field(attn, x.dtype, x.shape[-1])(x, x, logs.to(x.dtype))
 
 
 @torch.no_grad()
@@ -152,9 +159,8 @@ class SplitAttack:
     Attributes:
         token: which one. direction: e (D,), of length one. step: t. gain: ||G_i||, the ratio for t to 0.
         ratio: W2 of the images over W2 of the clouds that was reached at t: the distance of the clouds
-        is at
-            most t sqrt(a_i), and that of the images at least the root of the mean squared distance of
-            the moved image's points from the nearest point of the first image.
+            is at most t sqrt(a_i), and that of the images at least the root of the mean squared
+            distance of the moved image's points from the nearest point of the first image.
     """
 
     token: int
@@ -178,20 +184,27 @@ def split_attack(
         attn: as in `measure_attention`.
         x: tokens (N, D).
         weights: (N,).
-        step: t, how far each half moves.
+        step: t, how far each half moves; :math:`t\\sqrt{a_i}` (weights summing to one) must be at least
+            1e-8 of the longest token, as the ratio would be made of rounding errors below.
 
     Returns:
         A `SplitAttack`; its ratio is a lower bound of the W2 Lipschitz constant on any set that holds
-        both clouds.
+        both clouds, up to rounding errors of some 1e-15 of the tokens over :math:`t\\sqrt{a_i}`.
     """
-    if not step > 0:
-        raise ValueError(f"step must be positive, got {step!r}")
+    if isinstance(step, bool) or not isinstance(step, (int, float)) or not 0 < step < math.inf:
+        raise ValueError(f"step must be positive and finite, got {step!r}")
     field, wide, a = _wide(attn, x, weights)
     if wide.ndim != 2:
         raise ValueError(f"x must be one cloud (N, D), got {tuple(x.shape)}")
     jacobians = _query_jacobians(attn, x, weights)  # (N, E, D): acts on columns
     norms = torch.linalg.matrix_norm(jacobians, ord=2)
     token = int(norms.argmax())
+    least = _LEAST_MOVE * float(wide.norm(dim=-1).max() / a[token].sqrt())
+    if step < least:
+        raise ValueError(
+            f"step must be at least {least:.1e} for token {token}, 1e-8 of the longest token over the "
+            f"root of its weight, else rounding decides; got {step!r}"
+        )
     direction = torch.linalg.svd(jacobians[token]).Vh[0]
     moved = torch.cat([wide, wide[token, None] - step * direction])
     moved[token] += step * direction
@@ -201,6 +214,8 @@ def split_attack(
     after = field(moved, moved, halved.log())
     nearest = (after[:, None] - before).square().sum(-1).amin(1)
     ratio = ((halved * nearest).sum() / a[token]).sqrt() / step
+    if not bool(ratio.isfinite()):
+        raise ValueError(f"step must be small enough for images to be finite, got {step!r}")
     return SplitAttack(token, direction, float(step), float(norms[token]), float(ratio))
 
 
@@ -219,15 +234,17 @@ def _query_jacobians(attn: Attention, x: Tensor, weights: Tensor) -> Tensor:
     return found.reshape(*x.shape[:-1], *found.shape[-2:])
 
 
-def _field(attn: Attention, dtype: torch.dtype) -> Field:
-    """T_mu with weights converted to dtype."""
+def _field(attn: Attention, dtype: torch.dtype, width: int) -> Field:
+    """T_mu with weights converted to dtype, for tokens of a width."""
     if isinstance(attn, L2MultiheadAttention):
+        _check_width(width, attn.q_proj.weight.shape[1])
         return _l2_field(attn, dtype)
     maps = attention_maps(attn)
     if maps.causal:
         raise ValueError(
             "a measure has no order, so that attention on it is not causal; got causal maps"
         )
+    _check_width(width, maps.logits.shape[-1])
     logits, values = maps.logits.to(dtype), maps.values.to(dtype)
     offset = None if maps.offset is None else maps.offset.to(dtype)
     constant = None if maps.constant is None else maps.constant.to(dtype)
@@ -268,25 +285,41 @@ def _l2_field(layer: L2MultiheadAttention, dtype: torch.dtype) -> Field:
 
 def _wide(attn: Attention, x: Tensor, weights: Tensor) -> tuple[Field, Tensor, Tensor]:
     """The field, tokens and weights (summing to one) in float64, without gradient."""
-    a = _check_cloud(attn, x, weights).detach().double()
     with torch.no_grad():
-        field = _field(attn, torch.float64)
-    return field, x.detach().double(), a / a.sum(-1, keepdim=True)
+        a = _log_weights(attn, x, weights).softmax(-1)
+        field = _field(attn, torch.float64, x.shape[-1])
+    return field, x.detach().double(), a
 
 
-def _check_cloud(attn: Attention, x: Tensor, weights: Tensor) -> Tensor:
-    """The weights (*, N) in x's dtype, or ValueError."""
+def _log_weights(attn: Attention, x: Tensor, weights: Tensor) -> Tensor:
+    """The logarithms (*, N) of the weights over the largest, in float64; ValueError for a bad cloud.
+
+    Only ratios matter, so that they are taken before any conversion to the dtype of x.
+    """
     check_tokens(x)
     check_order(attn, x)
-    if weights.shape[-1:] != x.shape[-2:-1] or weights.ndim > x.ndim - 1:
+    if not isinstance(weights, Tensor):
+        raise ValueError(f"weights must be a tensor (*, N), got {type(weights).__name__}")
+    shape = tuple(x.shape[:-1])
+    if weights.ndim < 1 or weights.shape != shape[len(shape) - weights.ndim :]:
+        raise ValueError(f"weights must be (*, N) = {shape} or (N,), got {tuple(weights.shape)}")
+    given = weights.double()
+    bad = ~((given > 0) & given.isfinite())
+    if bool(bad.any()):
+        raise ValueError(f"weights must be positive and finite, got {float(given[bad][0])}")
+    logs = given.log()
+    logs = logs - logs.amax(-1, keepdim=True)
+    if float(logs.detach().min()) < _LEAST_LOG:
         raise ValueError(
-            f"weights must be (*, N) = {tuple(x.shape[:-1])} or (N,), got {tuple(weights.shape)}"
+            "weights must be at least 1e-300 of the largest, got a least one of "
+            f"{float(given.min())} and a largest one of {float(given.max())}"
         )
-    if not bool((weights > 0).all() & weights.isfinite().all()):
-        raise ValueError(
-            f"weights must be positive and finite, got a least one of {float(weights.min())}"
-        )
-    return weights.to(x.dtype).expand(x.shape[:-1])
+    return logs.expand(shape)
+
+
+def _check_width(given: int, width: int) -> None:
+    if given != width:
+        raise ValueError(f"x must be tokens (*, N, {width}), got width {given}")
 
 
 def _check_size(n: int, width: int) -> None:

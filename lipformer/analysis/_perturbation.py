@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from lipformer.analysis._inputs import check_finite
+from lipformer.analysis._inputs import check_samples, radii
 from lipformer.analysis._lofast import Modulus, in_double, lofast_modulus
 from lipformer.analysis._lofast_terms import EXACT
 from lipformer.analysis._maps import HasAttentionMaps, attention_maps
@@ -79,21 +79,10 @@ def perturbation_bound(module: nn.Module, x: Tensor, delta: float | Tensor) -> t
         >>> moved.tolist()
         [0.15, 0.15]
     """
-    check_finite(x)
+    check_samples(x)
+    radius = radii(delta, x.shape[:1], x.device, "delta")
     y, modulus = modulus_of(in_double(module), x.detach().double())
-    return y.to(x.dtype), modulus(radii(delta, x, "delta"))
-
-
-def radii(given: float | Tensor, x: Tensor, name: str) -> Tensor:
-    """A radius for each sample, (B,) in float64; raises unless finite and not negative."""
-    radius = torch.as_tensor(given, dtype=torch.float64, device=x.device)
-    if radius.ndim > 1 or (radius.ndim == 1 and radius.shape != x.shape[:1]):
-        raise ValueError(
-            f"{name} must be a number or of shape ({x.shape[0]},), got {tuple(radius.shape)}"
-        )
-    if not bool(((radius >= 0) & torch.isfinite(radius)).all()):
-        raise ValueError(f"{name} must be finite and not negative, got {given!r}")
-    return radius.expand(x.shape[:1])
+    return y.to(x.dtype), modulus(radius)
 
 
 def modulus_of(module: nn.Module, x: Tensor) -> tuple[Tensor, Modulus]:
@@ -184,7 +173,10 @@ def _(module: nn.Sequential, x: Tensor) -> tuple[Tensor, Modulus]:
 def _(module: BallProjection, x: Tensor) -> tuple[Tensor, Modulus]:
     y = module(x)
     lengths = torch.linalg.vector_norm(y, dim=-1)
-    widest = torch.linalg.vector_norm((lengths + module.radius).flatten(1), dim=1) * (1.0 + 2.0**-40)
+    reach = (lengths + module.radius)[:, None].flatten(
+        1
+    )  # (B, tokens): one token each where x is (B, D)
+    widest = torch.linalg.vector_norm(reach, dim=1) * (1.0 + 2.0**-40)
     return y, lambda delta: torch.minimum(delta, widest)
 
 

@@ -24,9 +24,7 @@ from lipformer.analysis._layer_heads import (
     unsupported,
 )
 from lipformer.analysis._maps import AttentionMaps
-
-# Largest relative difference of the extracted attention and the layer's own, where rounding allows less.
-_LOOSEST_CHECK = 0.1
+from lipformer.analysis._probe_check import agrees, constant_of, in_float64
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,8 +106,9 @@ def probe_attention(
     """Every self-attention layer of a model with the hidden tokens that enter it.
 
     The model runs once on the sequence, in evaluation mode and without gradient. For each layer the
-    extracted attention is compared with the layer's own output on its own input, to rounding: what
-    cannot be extracted raises, it is never measured wrongly. The model is left as it was.
+    extracted attention is compared with the layer's own output on its own input, constants taken off,
+    to one in a thousand at least; where rounding hides more (half precision, large biases) the layer is
+    called once more with its weights in float64. What differs raises. The model is left as it was.
 
     Args:
         model: a `torch.nn.MultiheadAttention`, `torch.nn.TransformerEncoder`, a
@@ -175,6 +174,8 @@ class _Call:
 
     site: Site
     arguments: dict[str, Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
     result: Any = None
 
     def crosses(self) -> bool:
@@ -202,20 +203,40 @@ def _probe(call: _Call, name: str, index: int) -> AttentionProbe:
         attention: Heads | AttentionMaps = made.to(work)
         bias = logit_bias(call.site, made.query.shape[0], x.shape[0], call.arguments)
     else:
-        attention, bias = _detached(made, work), None
+        # In float64: bounds are those of these maps, and a call converts them to its tokens' dtype.
+        attention, bias = _detached(made), None
     probe = AttentionProbe(name, index, x.to(work), attention, bias)
-    with torch.no_grad():
-        found = probe(probe.tokens).double()
-        size = made.to(work).largest_logit(probe.tokens) if isinstance(made, Heads) else 1.0
-    scale, error = float(expected.double().norm()), float((found - expected.double()).norm())
-    allowed = min(_LOOSEST_CHECK, 32 * torch.finfo(x.dtype).eps * (1 + size))
-    if not error <= allowed * scale:
-        raise ValueError(
-            f"{name} ({type(call.site.module).__name__}) computes something else than the attention "
-            f"read from its weights: difference {error:.1e} of {scale:.1e}, allowed {allowed:.1e} of "
-            "that. Positions inside its logits, adapters or hooks are not known here"
-        )
+    _check_probe(call, probe, made.to(torch.float64), expected)
     return probe
+
+
+@torch.no_grad()
+def _check_probe(
+    call: _Call, probe: AttentionProbe, made: Heads | AttentionMaps, expected: Tensor
+) -> None:
+    """ValueError unless a probe is what its layer computes in its own precision, else in float64."""
+    wide = AttentionProbe(probe.name, probe.index, probe.tokens.double(), made, probe.bias)
+    found = wide(wide.tokens)
+    constant = constant_of(made, found)
+    size = made.largest_logit(wide.tokens) if isinstance(made, Heads) else 1.0
+    if agrees(found, expected.double(), constant, size, torch.finfo(expected.dtype).eps):
+        return
+    title = f"{probe.name} ({type(call.site.module).__name__})"
+    try:
+        with _as_it_was(call.site.module):
+            again = in_float64(call.site.module, call.site.result, call.args, call.kwargs)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"{title} in {expected.dtype} must be checked in float64, where it fails: {error}"
+        ) from error
+    exact = _sequence(call, probe.name, _tensor(again)).double()
+    if not agrees(found, exact, constant, size, torch.finfo(torch.float64).eps):
+        raise ValueError(
+            f"{title} computes something else than the attention read from its weights: difference "
+            f"{float((found - exact).norm()):.1e} beside {float((found - constant).norm()):.1e}, the "
+            "norm of what depends on tokens. Positions inside its logits, adapters or hooks are not "
+            "known here"
+        )
 
 
 def _sequence(call: _Call, name: str, x: Tensor) -> Tensor:
@@ -238,12 +259,9 @@ def _tensor(output: Any) -> Tensor:
     return output[0] if isinstance(output, (tuple, list)) else output
 
 
-def _detached(maps: AttentionMaps, dtype: torch.dtype) -> AttentionMaps:
-    parts = (maps.logits, maps.values, maps.offset, maps.constant)
-    cast = [None if part is None else part.detach().to(dtype) for part in parts]
-    assert cast[0] is not None
-    assert cast[1] is not None
-    return AttentionMaps(cast[0], cast[1], cast[2], cast[3], maps.causal)
+def _detached(maps: AttentionMaps) -> AttentionMaps:
+    offset, constant = (None if p is None else p.detach() for p in (maps.offset, maps.constant))
+    return AttentionMaps(maps.logits.detach(), maps.values.detach(), offset, constant, maps.causal)
 
 
 def _replaced(probe: AttentionProbe, attention: Heads) -> AttentionProbe:
@@ -310,7 +328,7 @@ def _hooks(sites: list[Site], calls: list[_Call]) -> Iterator[None]:
         def called(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             given = dict(signature.bind_partial(*args, **kwargs).arguments)
             more = given.pop("kwargs", {})
-            calls.append(_Call(site, {**given, **more}, output))
+            calls.append(_Call(site, {**given, **more}, args, kwargs, output))
 
         def resulted(module: nn.Module, args: Any, output: Any) -> None:
             calls[-1].result = output

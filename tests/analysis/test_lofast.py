@@ -269,3 +269,13 @@ def test_bad_input_is_refused(change: dict, message: str) -> None:
     given = {"x": torch.ones(2, 3, 4), "eps": 0.1, **change}
     with pytest.raises(ValueError, match=message):
         lofast_bound(maps, **given)
+
+
+def test_tiny_bounds_do_not_round_to_zero_and_zero_stays_zero() -> None:
+    eye = torch.eye(2)[None]
+    x = torch.randn(3, 2)
+    for refined in (True, False):
+        assert float(lofast_bound(AttentionMaps(eye, eye), x, 1e-46, refined=refined)) >= 1e-46
+        assert float(lofast_bound(AttentionMaps(eye, eye), x, 0.0, refined=refined)) == 0.0
+        huge = AttentionMaps(1e200 * eye.double(), eye.double())
+        assert float(lofast_bound(huge, 1e150 * x.double(), 0.0, refined=refined)) == 0.0

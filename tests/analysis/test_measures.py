@@ -235,7 +235,7 @@ def test_single_precision_and_gradients() -> None:
 
 def test_bad_input() -> None:
     x = normal(3, 1)
-    with pytest.raises(ValueError, match="positive and finite, got a least one of 0.0"):
+    with pytest.raises(ValueError, match="positive and finite, got 0.0"):
         measure_attention(one_head(1.0), x, torch.tensor([1.0, 0.0, 1.0]))
     with pytest.raises(ValueError, match=r"weights must be .* got \(2,\)"):
         measure_gain(one_head(1.0), x, torch.ones(2))
@@ -248,7 +248,51 @@ def test_bad_input() -> None:
         measure_gain(one_head(1.0), normal(4100, 1), torch.ones(4100))
     with pytest.raises(ValueError, match=r"one cloud \(N, D\), got \(2, 3, 1\)"):
         split_attack(one_head(1.0), normal(2, 3, 1), torch.ones(3))
-    with pytest.raises(ValueError, match="step must be positive, got 0"):
-        split_attack(one_head(1.0), x, torch.ones(3), step=0.0)
+    for step in (0.0, math.inf, math.nan, "1", True):
+        with pytest.raises(ValueError, match=f"step must be positive and finite, got {step!r}"):
+            split_attack(one_head(1.0), x, torch.ones(3), step=step)
+    for weight in (math.inf, math.nan, -1.0):
+        with pytest.raises(ValueError, match=f"weights must be positive and finite, got {weight}"):
+            measure_gain(one_head(1.0), x, torch.tensor([1.0, weight, 1.0]))
+    with pytest.raises(ValueError, match=r"1e-300 of the largest, got a least one of 1e-200 and"):
+        measure_gain(one_head(1.0), x, torch.tensor([1e200, 1e-200, 1.0], dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"weights must be a tensor \(\*, N\), got list"):
+        measure_gain(one_head(1.0), x, [1.0, 1.0, 1.0])
+    with pytest.raises(ValueError, match=r"weights must be .* = \(4, 3\) or \(N,\), got \(2, 3\)"):
+        measure_gain(one_head(1.0), normal(4, 3, 1), torch.ones(2, 3))
     with pytest.raises(TypeError, match="got Linear"):
         measure_attention(nn.Linear(1, 1), x, torch.ones(3))
+
+
+@every_layer
+@pytest.mark.parametrize("size", [1e-60, 1e300])
+def test_only_ratios_of_weights_matter_whatever_their_size(name: str, size: float) -> None:
+    layer, x, weights = LAYERS[name](), torch.randn(5, 4), random_weights(5)
+    scaled = size * weights
+    torch.testing.assert_close(
+        split_gain(layer, x, scaled), split_gain(layer, x, weights), rtol=1e-9, atol=0
+    )
+    x = x.double()
+    torch.testing.assert_close(
+        measure_attention(layer, x, scaled), measure_attention(layer, x, weights), rtol=1e-9, atol=0
+    )
+
+
+def test_weights_keep_their_digits_beside_narrow_tokens() -> None:
+    weights = torch.tensor([1.0, 1.003, 7.777])  # bfloat16 has 1.0, 1.0 and 7.78
+    x = torch.tensor([[2.0], [-2.0], [0.0]])
+    narrow, wide = (split_gain(one_head(-1.0), tokens, weights) for tokens in (x.bfloat16(), x))
+    assert float(narrow) == float(wide)
+
+
+@pytest.mark.parametrize("rare", [1.0, 1e-6])
+def test_the_ratio_of_the_least_step_is_no_rounding_error(rare: float) -> None:
+    for _ in range(20):
+        maps, x = random_maps(2, 3, 3), normal(4, 3)
+        weights = torch.tensor([1.0, rare, 1.0, rare], dtype=torch.float64)
+        with pytest.raises(ValueError, match=r"step must be at least .* got 1e-16") as caught:
+            split_attack(maps, x, weights, step=1e-16)
+        least = float(str(caught.value).split()[5])
+        attack = split_attack(maps, x, weights, step=1.1 * least)
+        # The gain at the cloud, and what the gain may grow by within so small a step.
+        assert attack.ratio <= float(split_gain(maps, x, weights)) * (1 + 1e-5)

@@ -238,3 +238,40 @@ def test_bad_input() -> None:
         probe_attention(layer, [1, 2])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="one sequence at a time, got 2"):
         probe_attention(layer, torch.randn(5, 12), forward=lambda x: layer(x.expand(2, -1, -1)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_hides_no_other_layer(dtype: torch.dtype) -> None:
+    layer = spread(nn.MultiheadAttention(12, 3, batch_first=True)).to(dtype)
+    x = torch.randn(5, 12, dtype=dtype)
+    assert len(probe_attention(layer, x)) == 1
+    layer.register_forward_hook(lambda _, args, output: (1.005 * output[0], output[1]))
+    before = state(layer)
+    with pytest.raises(ValueError, match="computes something else"):
+        probe_attention(layer, x)
+    assert state(layer) == before
+    assert all(p.dtype == dtype for p in layer.parameters())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_half_precision_of_hugging_face(kind: str) -> None:
+    model = hugging_face(kind).bfloat16()
+    assert len(probe_attention(model, IDS)) == 2
+    name = {"gpt2": "c_attn", "distilbert": "v_lin"}.get(kind, "value")
+    last = [m for path, m in model.named_modules() if path.endswith(name)][-1]
+    last.register_forward_hook(lambda _, args, output: 1.05 * output)
+    with pytest.raises(ValueError, match="computes something else"):
+        probe_attention(model, IDS)
+
+
+@pytest.mark.parametrize("where", ["out_proj", "in_proj"])
+def test_a_large_bias_hides_no_other_layer(where: str) -> None:
+    layer, x = spread(nn.MultiheadAttention(12, 3, batch_first=True)), torch.randn(5, 12)
+    if where == "out_proj":
+        layer.out_proj.bias.fill_(1e5)
+    else:
+        layer.in_proj_bias[24:] = 1e5
+    assert len(probe_attention(layer, x)) == 1
+    layer.register_forward_hook(lambda _, args, output: (output[0] + 0.03 * args[0], output[1]))
+    with pytest.raises(ValueError, match="computes something else"):
+        probe_attention(layer, x)
