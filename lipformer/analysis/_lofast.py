@@ -225,8 +225,8 @@ class _Terms:
         # An average of allowed values stays in their convex hull.
         hull = value_spread.amax(-1)
         lengths = torch.linalg.vector_norm(self.queries, dim=-1) + self.query_error[..., None]
-        apart = torch.cdist(keys, keys, compute_mode="donot_use_mm_for_euclid_dist")
-        key_diameter = apart.amax(-1) + 2.0 * self.query_error[..., None]
+        distances = torch.cdist(keys, keys, compute_mode="donot_use_mm_for_euclid_dist")
+        key_diameter = distances.amax(-1) + 2.0 * self.query_error[..., None]
         jacobian = self._jacobian(keys, mixed)
 
         def modulus(eps: Tensor) -> Tensor:
