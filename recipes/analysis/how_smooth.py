@@ -10,7 +10,7 @@ no residual, no LayerNorm, no dropout, causal where the layer is). Writes gains.
 summary.md with the exponent p of gain ~ n^p for each layer.
 
 What to expect: the default, a random GPT-2-type model on documentation that comes with Python, takes
-about two minutes on two cores. A random model looks almost evenly at all tokens, so that its gain
+a minute and a half on one core. A random model looks almost evenly at all tokens, so that its gain
 hardly grows; that of trained ones grows in most layers (Castin, Ablin, Peyré, ICML 2024: like n^0.24
 to n^0.26 in most layers of BERT and GPT-2, n^0.51 in one). With --adversarial the tokens are not text
 but one outlier among copies at the same largest norm: what the outlier does to the copies grows like

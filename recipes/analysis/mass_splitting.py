@@ -9,7 +9,7 @@ and number of tokens this draws two kinds of clouds, random ones in a ball and c
 zero, pairs of opposite ones on the sphere), computes both gains, and splits a token in two by a finite
 step to see what W2 does.
 
-Expect, within a minute: splitting decides nothing in random clouds and nothing for L2 attention, whose
+Expect, in ten seconds: splitting decides nothing in random clouds and nothing for L2 attention, whose
 gain stays small; for dot-product attention (logits -<x, y>) it decides in centred clouds of radius 2 and
 more, most where tokens are few (by 11% for three tokens), since the token at zero moved as a whole takes
 part of its own image back. There the attack reaches the split gain. Tokens {2, -2, 0} give 2.398 unsplit
