@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lipformer.models import LanguageModel, LanguageModelConfig
-from training.errors import BadInput
+from training.errors import BadInput, first_line
 
 _PREFIX = "model."
 
@@ -82,13 +82,9 @@ def _check_sums(path: str | os.PathLike[str]) -> None:
         with zipfile.ZipFile(path) as file:
             wrong = file.testzip()
     except (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError, ValueError) as error:
-        raise BadInput(f"{str(path)!r} is damaged: {_first_line(error)}") from error
+        raise BadInput(f"{str(path)!r} is damaged: {first_line(error)}") from error
     if wrong is not None:
         raise BadInput(f"{str(path)!r} is damaged: its part {wrong!r} does not have its checksum")
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _is_whole(path: str | os.PathLike[str]) -> bool:
@@ -179,7 +175,7 @@ def _model_of(found: Mapping[str, Any], path: str | os.PathLike[str]) -> Languag
                 {name: found["state_dict"][_PREFIX + name] for name in model.state_dict()}
             )
     except (ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:
-        wrong = _first_line(error)
+        wrong = first_line(error)
     if wrong:
         raise BadInput(f"{str(path)!r} does not hold the model it describes: {wrong}")
     return model

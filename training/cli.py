@@ -19,7 +19,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
 from training.checkpoints import CheckpointFiles, check_run
 from training.data import CharacterData
-from training.errors import BadInput
+from training.errors import BadInput, first_line
 from training.module import LanguageModule
 from training.monitors import CertificateMonitor, InversionMonitor, TextSample, Throughput
 from training.report import Report
@@ -144,7 +144,7 @@ class TrainingCLI(LightningCLI):
                 callbacks=given + extra, plugins=[*plugins, CheckpointFiles()], **kwargs
             )
         except (TypeError, ValueError) as error:
-            raise BadInput(f"--trainer: {_first_line(error)}") from error
+            raise BadInput(f"--trainer: {first_line(error)}") from error
 
     def _set_seed(self) -> None:
         """Seeds all generators."""
@@ -169,10 +169,6 @@ def _check_numbers(trainer: Mapping[str, Any]) -> None:
     interval = trainer.get("val_check_interval")
     if isinstance(interval, (int, float)) and not interval > 0:
         raise BadInput(f"--trainer.val_check_interval must be positive, got {interval}")
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _has(callbacks: list[Any], kind: type) -> bool:
@@ -229,4 +225,4 @@ def _start(arguments: list[str] | None) -> TrainingCLI:
             parser_kwargs={"prog": "python -m training", **{name: _help(name) for name in _ABOUT}},
         )
     except MisconfigurationException as error:  # options that the Trainer refuses
-        raise BadInput(f"--trainer: {_first_line(error)}") from error
+        raise BadInput(f"--trainer: {first_line(error)}") from error

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from training.characters import embedded_text
-from training.errors import BadInput
+from training.errors import BadInput, first_line
 
 SPLITS = ("train", "valid", "test")
 SOURCES = ("pydoc", "dir", "hub")
@@ -70,7 +70,7 @@ def from_hub(name: str | None, revision: str | None = None, config: str | None =
         found = read(name, config, revision=revision or REVISIONS.get(name))
     except Exception as error:  # the hub's client raises a dozen unrelated classes
         raise BadInput(
-            f"the dataset {name!r} could not be loaded from the hub ({_first_line(error)}). Check name "
+            f"the dataset {name!r} could not be loaded from the hub ({first_line(error)}). Check name "
             "and network; or put train.txt, valid.txt and test.txt into a directory and use "
             "--data.source dir --data.path DIRECTORY"
         ) from error
@@ -168,7 +168,7 @@ def _check_text(file: Path) -> None:
     try:
         empty = not file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise BadInput(f"{file} must be a text file in UTF-8: {_first_line(error)}") from error
+        raise BadInput(f"{file} must be a text file in UTF-8: {first_line(error)}") from error
     if empty:
         raise BadInput(f"{file} is empty: it needs some text")
 
@@ -183,7 +183,3 @@ def _text_column(rows: datasets.Dataset, name: str) -> datasets.Dataset:
         f"the dataset {name!r} has no column {', '.join(_COLUMNS)}; its columns are "
         f"{', '.join(rows.column_names)}"
     )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -38,6 +38,7 @@ from lipformer.analysis import GainRow, GainTable, adversarial_tokens, layer_gai
 from lipformer.certificate import estimate_lipschitz
 from recipes.analysis.help import Help, claim_directory, positive
 from training.characters import embedded_text
+from training.errors import first_line
 
 LENGTHS = (2, 3, 4, 6, 8, 11, 16, 23, 33, 48, 69, 100)
 # More of a text is not needed to cut out a few hundred sequences.
@@ -119,8 +120,7 @@ def load(options: argparse.Namespace) -> tuple[torch.nn.Module, Tensor, list[int
         tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
     # What transformers raises for names and directories that it cannot use; its first line says why.
     except (OSError, ValueError, KeyError, ImportError) as error:
-        why = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise SystemExit(f"--model {options.model} cannot be loaded: {why}") from None
+        raise SystemExit(f"--model {options.model} cannot be loaded: {first_line(error)}") from None
     around = [tokenizer.cls_token_id, tokenizer.sep_token_id] if options.special else []
     if None in around:
         raise SystemExit(f"--special: the tokenizer of {options.model} has no [CLS] and [SEP]")
