@@ -36,7 +36,7 @@ RANKS = {
 RUNTIME = {"lipformer", "torch", "einops"}
 # Where an optional package may be imported, inside the function that needs it.
 OPTIONAL_IMPORTS = ("lipformer.flows", "lipformer.analysis", "lipformer.models")
-MAX_LINES = 400
+MAX_LINES = 600
 # torch has loaded about 1,100 modules by then; a compiler or a plotting stack adds hundreds more.
 MAX_NEW_MODULES = 60
 
@@ -245,7 +245,7 @@ def test_reading_data_and_writing_elsewhere_is_allowed() -> None:
 
 
 @pytest.mark.parametrize("path", sources("lipformer", "training", "recipes", "tests"), ids=module_name)
-def test_a_file_is_at_most_400_lines(path: Path) -> None:
+def test_a_file_is_at_most_600_lines(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= MAX_LINES
 
 

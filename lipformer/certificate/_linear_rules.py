@@ -27,16 +27,16 @@ def linf_norm(weight: Tensor) -> Tensor:
     return rows.amax(-1) * (1.0 + (weight.shape[-1] + 4) * 2.0**-52)
 
 
-def linear_bound(weight: Tensor, norm: str) -> Bound:
+def linear_bound(weight: Tensor, ask: Ask) -> Bound:
     """A token-wise linear map: ||W|| in the l2, token and self norms, ||W||_inf in linf."""
-    if norm == "linf":
+    if ask.norm == "linf":
         return Bound(linf_norm(weight), "largest absolute row sum")
-    return Bound(spectral(weight), "spectral norm")
+    return Bound(ask.spectral_norm(weight), "spectral norm")
 
 
 @register_bound(nn.Linear)
 def _(module: nn.Linear, ask: Ask) -> Bound:
-    return certified_coefficient(module, ask.norm) or linear_bound(module.weight, ask.norm)
+    return certified_coefficient(module, ask.norm) or linear_bound(module.weight, ask)
 
 
 def certified_coefficient(module: nn.Module, norm: str) -> Bound | None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lipformer.certificate._certificate import Certificate, NotCertifiable
+from lipformer.functional import spectral_norm_bound
 
 NORMS = ("l2", "token", "self", "linf")
 
@@ -50,6 +51,8 @@ class Ask:
         path: where the module stands in the model.
         kind: the module's class.
         as_eval: count dropout as in eval mode, whatever the mode (Contractive divides by that).
+        known: spectral norms of weights by the path of their module, given beforehand or found while
+            answering, so that each is computed once for all norms; None to remember nothing.
     """
 
     norm: str
@@ -57,6 +60,15 @@ class Ask:
     path: str = ""
     kind: str = ""
     as_eval: bool = False
+    known: dict[str, Tensor] | None = None
+
+    def spectral_norm(self, weight: Tensor) -> Tensor:
+        """An upper bound of the spectral norm of the module's ``weight``, a float64 scalar."""
+        if self.known is None:
+            return spectral_norm_bound(weight).double()
+        if self.path not in self.known:
+            self.known[self.path] = spectral_norm_bound(weight).double()
+        return self.known[self.path]
 
     def child(self, module: nn.Module, name: str) -> Bound:
         """The bound of a child module under the same question."""

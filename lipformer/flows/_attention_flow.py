@@ -18,6 +18,7 @@ from lipformer.flows._linear import InvertibleLinear, Permutation
 from lipformer.flows._pullback import without_padding
 from lipformer.layers import L2MultiheadAttention, LipSwish, SpectralLinear
 from lipformer.layers._attention_layout import padding
+from lipformer.layers._one_pass import Unit
 
 LINEAR = {"plu": InvertibleLinear, "permutation": Permutation}
 
@@ -54,7 +55,7 @@ def standard_normal_log_prob(z: Tensor) -> Tensor:
     return -0.5 * (z.square() + math.log(2.0 * math.pi))
 
 
-class AttentionFlow(nn.Module):
+class AttentionFlow(Unit):
     r"""Density of sequences or sets (B, T, D): noise pulled through invertible attention.
 
     .. math:: \log p(x) = \log p_0(f(x)) + \log|\det f'(x)|
@@ -147,6 +148,7 @@ class AttentionFlow(nn.Module):
                 blocks.append(InvertibleResidual(feed_forward, coeff, log_det="causal"))
         blocks.append(ActNorm(dim))
         self.blocks = nn.ModuleList(blocks)
+        self.refresh()
 
     @torch.no_grad()
     def initialize(self, x: Tensor, key_padding_mask: Tensor | None = None) -> None:
@@ -165,8 +167,9 @@ class AttentionFlow(nn.Module):
     def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """Data to noise, (B, T, D) -> (B, T, D)."""
         self._check(x)
-        for block in self.blocks:
-            x = block(x, key_padding_mask)
+        with self.one_pass():
+            for block in self.blocks:
+                x = block(x, key_padding_mask)
         return x
 
     def inverse(
@@ -202,10 +205,11 @@ class AttentionFlow(nn.Module):
         """
         self._check(x)
         total = x.new_zeros(x.shape[0])
-        for index, block in enumerate(self.blocks):
-            options = self._density_options(index, method, generator)
-            x, log_det = block.forward_and_log_det(x, key_padding_mask, **options)  # type: ignore[operator]
-            total = total + log_det
+        with self.one_pass():
+            for index, block in enumerate(self.blocks):
+                options = self._density_options(index, method, generator)
+                x, log_det = block.forward_and_log_det(x, key_padding_mask, **options)  # type: ignore[operator]
+                total = total + log_det
         return x, total
 
     def inverse_and_log_det(

@@ -203,7 +203,7 @@ def at_least_one(value: Tensor) -> Tensor:
 
 @register_bound(InvertibleLinear)
 def _(module: InvertibleLinear, ask: Ask) -> Bound:
-    bound = linear_bound(module.weight(), ask.norm)
+    bound = linear_bound(module.weight(), ask)
     return Bound(at_least_one(torch.as_tensor(bound.value)), f"{bound.theorem}, 1 at padding")
 
 

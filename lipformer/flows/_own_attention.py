@@ -130,17 +130,17 @@ def push_attention(
         The layer's output (B, T, D) and the tangents pushed forward (R, B, T, D).
     """
     x, padding = layer._batched(x, padding)
-    y, angles = layer._keys(x, 0)
-    rows = own_rows(y, window=layer.window, slopes=layer._slopes(y), padding=padding)
-    out = layer._output(rows.heads.to(x.dtype), angles, head_scale, bias_scale)
+    keys = layer._keys(x, 0)
+    rows = own_rows(keys.y, window=layer.window, slopes=layer._slopes(keys.y), padding=padding)
+    out = layer._output(rows.heads.to(x.dtype), keys, head_scale, bias_scale)
     # The linear part of _keys; that of _output is what it does without a bias.
-    root = layer._root().expand(-1, layer.head_dim, -1).flatten(0, 1)
+    root = keys.root.expand(-1, layer.head_dim, -1).flatten(0, 1)
     moved = F.linear(tangents, layer.q_proj.weight * root)
     moved = rearrange(moved, "r b n (h d) -> r b h n d", h=layer.num_heads)
-    if angles is not None:
-        moved = rotate(moved, *angles)
+    if keys.angles is not None:
+        moved = rotate(moved, *keys.angles)
     bent = torch.einsum("bhnde,rbhne->rbhnd", rows.covariance, moved.to(rows.covariance.dtype))
     moved = (rows.weight.unsqueeze(-1) * moved + bent).to(x.dtype)
     no_bias = torch.zeros((), dtype=x.dtype, device=x.device)
-    pushed = layer._output(moved.flatten(0, 1), angles, head_scale, no_bias)
+    pushed = layer._output(moved.flatten(0, 1), keys, head_scale, no_bias)
     return out, pushed.unflatten(0, tangents.shape[:2])

@@ -62,8 +62,11 @@ def reference_point(y: Tensor, padding: Tensor | None, *, is_causal: bool) -> Te
         sample = gather_tokens(y, sample_positions(padding, SAMPLES, spread=not is_causal))
     else:
         n = y.shape[-2]
-        k = torch.arange(SAMPLES, device=y.device)
-        sample = y.index_select(-2, k.clamp_max(n - 1) if is_causal else k * n // SAMPLES)
+        if is_causal and n >= SAMPLES:
+            sample = y[..., :SAMPLES, :]
+        else:
+            k = torch.arange(SAMPLES, device=y.device)
+            sample = y.index_select(-2, k.clamp_max(n - 1) if is_causal else k * n // SAMPLES)
     return sample.sort(dim=-2).values[..., SAMPLES // 2 : SAMPLES // 2 + 1, :]
 
 
@@ -95,7 +98,7 @@ def first_rows(
     """
     count = min(SAMPLES, y.shape[-2]) - 1
     place = torch.arange(count, device=y.device)
-    visible = place[:, None] >= place
+    hidden = place[:, None] < place
     if padding is None:
         tokens = y[..., :count, :]
     else:
@@ -103,11 +106,11 @@ def first_rows(
         tokens = gather_tokens(y, positions)
         # A position repeated for want of valid tokens must not count as one more key.
         real = place < (~padding).sum(-1, keepdim=True).clamp_min(1)
-        visible = (visible & real.unsqueeze(-2)).unsqueeze(-3)
+        hidden = (hidden | ~real.unsqueeze(-2)).unsqueeze(-3)
         place = positions.unsqueeze(-2)
     lag = place.unsqueeze(-1) - place.unsqueeze(-2)
     if window is not None:
-        visible = visible & (lag < window)
+        hidden = hidden | (lag >= window)
     tokens = tokens.to(torch.promote_types(y.dtype, torch.float32))
     difference = tokens.unsqueeze(-3) - tokens.unsqueeze(-2)
     logits = -scale * difference.square().sum(-1)
@@ -121,13 +124,12 @@ def first_rows(
             row = positions[..., None, :, None].expand(*y.shape[:-2], count, y.shape[-2])
             column = positions[..., None, None, :].expand(*y.shape[:-2], count, count)
             logits = logits + bias.gather(-2, row).gather(-1, column)
-    weights = logits.masked_fill(~visible, -torch.inf).softmax(-1)
-    total: float | Tensor = 1.0
+    weights = logits.masked_fill(hidden, -torch.inf).softmax(-1)
     if dropout_p > 0.0:
         weights = F.dropout(weights, dropout_p)
-        total = weights.sum(-1, keepdim=True)
+        tokens = weights.sum(-1, keepdim=True) * tokens
     # difference[i, j] is y_j - y_i.
-    return total * tokens + (weights.unsqueeze(-1) * difference).sum(-2)
+    return tokens + (weights.unsqueeze(-1) * difference).sum(-2)
 
 
 def replace_first_rows(rows: Tensor, exact: Tensor, padding: Tensor | None, skipped: int = 0) -> Tensor:

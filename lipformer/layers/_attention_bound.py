@@ -20,16 +20,6 @@ def _norm(weight: Tensor) -> Tensor:
     return spectral_norm_bound(weight).double() * (1.0 + 1e-12)
 
 
-def norm_pair(q: Tensor, m: Tensor) -> Tensor:
-    """Bounds of ||W_Q|| and ||M||, two matrices (D, D), in one call: (2,)."""
-    return _norm(torch.stack([q.to(m.dtype), m]))
-
-
-def own_norms(q: Tensor) -> Tensor:
-    r""":math:`\sqrt{\sum_h \|W_h\|^2}` for q (H, d, D)."""
-    return _norm(q).square().sum().sqrt()
-
-
 def positive(bound: Tensor) -> Tensor:
     """Keeps a bound that is divided by away from zero, as a larger bound.
 
@@ -39,7 +29,7 @@ def positive(bound: Tensor) -> Tensor:
     other tokens) must not be enlarged. Other small bounds are raised to 1e-6, so that gradients stay
     finite.
     """
-    return torch.where(bound == 0.0, 1.0, bound.clamp_min(1e-6))
+    return bound.clamp_min(1e-6).masked_fill(bound == 0.0, 1.0)
 
 
 def joint_bound(q: Tensor, m: Tensor, gains: Tensor) -> Tensor:

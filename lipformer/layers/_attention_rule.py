@@ -15,8 +15,6 @@ from lipformer.layers._attention_bound import (
     joint_bound_minimum,
     linf_bound_kim2021,
     linf_bound_lean,
-    norm_pair,
-    own_norms,
     positive,
     token_bound_minimum,
 )
@@ -101,10 +99,10 @@ def attention_bound(layer: L2MultiheadAttention, ask: Ask, head_scale: Tensor | 
     if ask.norm == "linf":
         if layer.positions == "rotary":
             raise ask.refuse("rotations are no isometries in the linf norm", "norm='l2' or 'token'")
-        spreads = torch.tensor(head_spreads(layer, ask), dtype=torch.float64, device=q.device)
+        spreads = layer.constants(head_spreads(layer, ask))
         value = linf_bound_lean(q, m, spreads) if head_scale is not None else _linf(layer, q, m, spreads)
     else:
-        gains = torch.tensor(head_gains(layer, ask), dtype=torch.float64, device=q.device)
+        gains = layer.constants(head_gains(layer, ask))
         smallest = token_bound_minimum if ask.norm == "token" else joint_bound_minimum
         value = smallest(q, m, gains)
         if head_scale is not None:
@@ -134,29 +132,56 @@ def _folding_error(layer: L2MultiheadAttention) -> Tensor | float:
     return unit * norms * layer.out_proj.weight.double().norm()
 
 
-def contractive_head_scales(layer: L2MultiheadAttention, asks: list[Ask]) -> Tensor:
-    """Factors on the heads that give the layer constant 1, for each of the questions: (asks, H)."""
-    q = rearrange(layer.q_proj.weight, "(h d) i -> h d i", h=layer.num_heads)
-    m = layer.output_matrix()
-    joint_q, joint_m = norm_pair(q.flatten(0, 1), m.flatten(0, 1))
-    joint_m = joint_m + _folding_error(layer)
+def head_matrices(layer: L2MultiheadAttention, norms: tuple[str, ...]) -> dict[str, Tensor]:
+    """The matrices whose spectral norms :func:`contractive_head_scales` needs in these norms.
+
+    "heads": the query-key weights (H, d, D); "q": the same as one matrix (D, D); "m": the output
+    matrices as one.
+    """
+    found: dict[str, Tensor] = {}
+    q = layer.q_proj.weight
+    if "token" in norms:
+        found["heads"] = rearrange(q, "(h d) i -> h d i", h=layer.num_heads)
+    if {"l2", "self"}.intersection(norms):
+        found["q"] = q
+    if found:
+        found["m"] = layer.output_matrix().flatten(0, 1)
+    return found
+
+
+def contractive_head_scales(
+    layer: L2MultiheadAttention, asks: list[Ask], norms: dict[str, Tensor]
+) -> Tensor:
+    """Factors on the heads that give the layer constant 1, for each of the questions: (asks, H).
+
+    Args:
+        layer: the attention.
+        asks: the questions, one for each norm.
+        norms: bounds of the norms of :func:`head_matrices`, by name.
+    """
+    per_head = layer.constants(
+        tuple(head_spreads(layer, ask) if ask.norm == "linf" else head_gains(layer, ask) for ask in asks)
+    )
     rows = []
-    for ask in asks:
-        values = head_spreads(layer, ask) if ask.norm == "linf" else head_gains(layer, ask)
-        per_head = torch.tensor(values, dtype=torch.float64, device=q.device)
+    for ask, values in zip(asks, per_head, strict=True):
         if ask.norm == "linf":
-            rows.append(1.0 / positive(_linf(layer, q, m, per_head)).expand(layer.num_heads))
-        elif ask.norm == "token":
-            rows.append(1.0 / positive(joint_m * own_norms(q) * per_head))
+            q = rearrange(layer.q_proj.weight, "(h d) i -> h d i", h=layer.num_heads)
+            bound = _linf(layer, q, layer.output_matrix(), values).expand(layer.num_heads)
         else:
-            rows.append(1.0 / positive(joint_m * joint_q * per_head))
-    return torch.stack(rows)
+            left = norms["heads"].square().sum().sqrt() if ask.norm == "token" else norms["q"]
+            right = norms["m"] if layer.v_proj is None else norms["m"] + _folding_error(layer)
+            # The factor covers the rounding of these products, and of a float64 product that formed m.
+            bound = left * right * values * (1.0 + 4e-12)
+        rows.append(positive(bound).reciprocal())
+    return torch.stack(rows) if len(rows) > 1 else rows[0].unsqueeze(0)
 
 
 @register_bound(L2MultiheadAttention)
 def _(layer: L2MultiheadAttention, ask: Ask) -> Bound:
     root = layer._root()
-    if not tracing() and not bool(((root > 0) & torch.isfinite(root)).all()):
+    # Within a forward pass values are read where that is free.
+    readable = not tracing() and (root.device.type == "cpu" or not ask.as_eval)
+    if readable and not bool(((root > 0) & torch.isfinite(root)).all()):
         raise ask.refuse(
             f"its temperatures leave the range of {root.dtype}: {layer.log_temperature}",
             "log_temperature between -80 and 80",

@@ -68,6 +68,8 @@ def _baked(module: nn.Module, done: dict[nn.Module, nn.Module]) -> nn.Module:
     for name, child in list(module._modules.items()):
         if child is not None and name != "parametrizations":
             module._modules[name] = bake_in_place(child, done)
+    if isinstance(module, Bakeable):
+        module.refresh()
     return module
 
 
@@ -77,6 +79,9 @@ class Bakeable(nn.Module):
     def bake(self) -> nn.Module:
         """A copy with plain weights and the same outputs (see :func:`lipformer.bake`)."""
         return bake(self)
+
+    def refresh(self) -> None:
+        """Notes anew what the module knows of the modules in it; called when they were replaced."""
 
 
 def plain_linear(module: nn.Linear) -> nn.Linear:

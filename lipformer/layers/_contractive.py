@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from lipformer.certificate import Ask, Bound, NotCertifiable, register_bound
 from lipformer.certificate._registry import bound_of, check_norm, check_seq_len
 from lipformer.functional._checks import tracing
+from lipformer.functional._spectral import spectral_norm_bounds
 from lipformer.layers._attention_bake import bake_attention
 from lipformer.layers._attention_bound import positive
 from lipformer.layers._attention_rule import (
     attention_bound,
     contractive_head_scales,
+    head_matrices,
 )
 from lipformer.layers._bake import FirstOutput, Scaled, bake_in_place, register_bake, round_down
 from lipformer.layers._branch import call_branch
@@ -82,52 +84,76 @@ class Contractive(Freezable):
         """The largest number of tokens that the constant holds for, or None for any."""
         return self.seq_len
 
-    def _ask(self, norm: str) -> Ask:
-        return Ask(norm, self.seq_len, "module", type(self.module).__name__, as_eval=True)
+    def _ask(self, norm: str, known: dict[str, Tensor] | None = None) -> Ask:
+        return Ask(norm, self.seq_len, "module", type(self.module).__name__, as_eval=True, known=known)
 
     def _possible_norms(self) -> tuple[str, ...]:
         """The norms in which the module has a bound; raises NotCertifiable if there is none."""
         found, refusals = [], []
+        known: dict[str, Tensor] = {}
         for norm in _CHOICES if self.norm is None else (self.norm,):
             try:
                 with torch.no_grad():
-                    bound_of(self.module, self._ask(norm))
+                    bound_of(self.module, self._ask(norm, known))
                 found.append(norm)
             except NotCertifiable as error:
                 refusals.append(error)
         if not found:
             raise refusals[0]
+        self._normed = tuple(known)
         return tuple(found)
 
     def scales(self) -> Tensor:
         """The factors of this forward pass, with their gradient.
 
         Returns:
-            (H,) for the heads of L2 attention, (1,) for any other module.
+            (H,) for the heads of L2 attention, a scalar for any other module.
         """
-        return self.derived(self._scales)
+        return self.derived(lambda: self.scales_of(spectral_norm_bounds(self.matrices())))
 
-    def _scales(self) -> Tensor:
-        options = self._options()
+    def matrices(self) -> list[Tensor]:
+        """The matrices (*, m, n) by whose spectral norms the module is divided."""
+        return list(self._matrices().values())
+
+    def _matrices(self) -> dict[str, Tensor]:
+        if isinstance(self.module, L2MultiheadAttention):
+            return head_matrices(self.module, self.norms)
+        found = {path: getattr(self.get_submodule(path), "weight", None) for path in self._normed}
+        return {path: weight for path, weight in found.items() if isinstance(weight, Tensor)}
+
+    def scales_of(self, norms: list[Tensor]) -> Tensor:
+        """:meth:`scales` from the bounds of the norms of :meth:`matrices`."""
+        options = self._options(norms)
+        if len(self.norms) == 1:
+            return options[0]
         return options.index_select(0, self._choice(options)).squeeze(0)
 
-    def _options(self) -> Tensor:
-        """The factors for each of the norms, (norms, H) or (norms, 1)."""
+    def _options(self, norms: list[Tensor] | None = None) -> Tensor:
+        """The factors for each of the norms, (norms, H) or (norms,)."""
+        matrices = self._matrices()
+        found = spectral_norm_bounds(list(matrices.values())) if norms is None else norms
+        known = dict(zip(matrices, found, strict=True))
         if isinstance(self.module, L2MultiheadAttention):
-            options = contractive_head_scales(self.module, [self._ask(norm) for norm in self.norms])
+            asks = [self._ask(norm) for norm in self.norms]
+            options = contractive_head_scales(self.module, asks, known)
         else:
-            bounds = [
-                torch.as_tensor(bound_of(self.module, self._ask(norm)).value, dtype=torch.float64)
-                for norm in self.norms
-            ]
-            options = 1.0 / positive(torch.stack(bounds)[:, None])
+            bounds = [bound_of(self.module, self._ask(norm, known)).value for norm in self.norms]
+            options = positive(self._stacked(bounds)).reciprocal()
         margin = max([0.0, *(rounding_margin(p) for p in self.module.parameters())])
         return self.coeff * (1.0 - margin) * options
+
+    def _stacked(self, bounds: list[float | Tensor]) -> Tensor:
+        """Bounds, some of which may be known numbers, as one tensor where the weights are."""
+        like = next(self.module.parameters(), torch.empty(()))
+        tensors = [
+            b if isinstance(b, Tensor) else like.new_full((), b, dtype=torch.float64) for b in bounds
+        ]
+        return torch.stack(tensors) if len(tensors) > 1 else tensors[0].unsqueeze(0)
 
     @staticmethod
     def _choice(options: Tensor) -> Tensor:
         """The index of the norm that shrinks least, (1,)."""
-        return options.detach().mean(-1).argmax(-1, keepdim=True)
+        return options.detach().reshape(len(options), -1).mean(-1).argmax(-1, keepdim=True)
 
     @torch.no_grad()
     def norm_in_use(self) -> str:
@@ -177,7 +203,9 @@ def _(module: Contractive, ask: Ask) -> Bound:
     options = module._options()
     choice = module._choice(options)
     scales = options.index_select(0, choice).squeeze(0)
-    divided = " or ".join(module.norms) if tracing() else module.norms[int(choice)]
+    # Within a forward pass values are read where that is free.
+    readable = not tracing() and (choice.device.type == "cpu" or not ask.as_eval)
+    divided = module.norms[int(choice)] if readable else " or ".join(module.norms)
     if isinstance(module.module, L2MultiheadAttention):
         value = attention_bound(module.module, inner, scales)
     else:

@@ -1,7 +1,8 @@
-"""An explicit freeze of what is derived from weights, for solves, generation and export.
+"""An explicit freeze of what is derived from weights: for solves, generation, export, and one pass.
 
 Outside a freeze everything is recomputed from the raw weights in each forward pass, so that no step,
-load, copy or average can leave a stale constant behind.
+load, copy or average can leave a stale constant behind. A model whose layers are many may freeze them
+for the length of its own forward pass, so that the spectral norms of all are computed together.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from lipformer.layers._bake import Bakeable
 
 
 class Freezable(Bakeable):
-    """A module with one tensor derived from its weights, kept only inside :func:`frozen`."""
+    """A module with one tensor derived from its weights, kept only inside a freeze."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,6 +40,14 @@ class Freezable(Bakeable):
             self._kept, self._kept_tracked = compute(), tracked
         return self._kept
 
+    def freeze(self, value: Tensor | None = None) -> None:
+        """Keeps the derived tensor from now on: ``value``, or what the next look computes."""
+        self._freezing, self._kept, self._kept_tracked = True, value, torch.is_grad_enabled()
+
+    def thaw(self) -> None:
+        """Forgets it."""
+        self._freezing, self._kept = False, None
+
 
 @contextlib.contextmanager
 def frozen(module: nn.Module) -> Iterator[None]:
@@ -57,10 +66,9 @@ def frozen(module: nn.Module) -> Iterator[None]:
         raise TypeError(f"frozen takes a torch.nn.Module, got {type(module).__name__}")
     parts = [m for m in module.modules() if isinstance(m, Freezable) and not m._freezing]
     for part in parts:
-        part._freezing = True
+        part.freeze()
     try:
         yield
     finally:
         for part in parts:
-            part._freezing = False
-            part._kept = None
+            part.thaw()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +12,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from lipformer.functional import l2_attention, l2_attention_step, l2_attention_weights
+from lipformer.functional._checks import tracing
 from lipformer.layers import _attention_layout as layout
 from lipformer.layers import _attention_masks as masks
 from lipformer.layers._attention_arguments import check_arguments
@@ -19,6 +20,20 @@ from lipformer.layers._bake import Bakeable
 from lipformer.layers._key_cache import KeyCache, extend
 from lipformer.layers._positions import default_slopes, exact_slopes, rotary_angles, rotate
 from lipformer.layers._spectral import SpectralLinear
+
+
+class Keys(NamedTuple):
+    """The keys of a pass and what made them.
+
+    Attributes:
+        y: scaled keys sqrt(2 t) x W (B, H, N, d), with rotary positions rotated.
+        angles: of the rotations, or None.
+        root: sqrt(2 t_h), (H, 1, 1).
+    """
+
+    y: Tensor
+    angles: tuple[Tensor, Tensor] | None
+    root: Tensor
 
 
 class _NoFastPath:
@@ -140,6 +155,7 @@ class L2MultiheadAttention(Bakeable):
             self.slopes = exact_slopes(
                 default_slopes(num_heads) if slopes is None else slopes, num_heads
             )
+        self._constants: tuple[object, Tensor] | None = None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -231,16 +247,15 @@ class L2MultiheadAttention(Bakeable):
             n=x.shape[1],
             dtype=x.dtype,
         )
-        y, angles = self._keys(x, 0)
-        heads = self._attend(y, mask, padding)
-        out = self._output(heads, angles)
+        keys = self._keys(x, 0)
+        out = self._output(self._attend(keys.y, mask, padding), keys)
         weights: Tensor | None = None
         if need_weights:
             weights = l2_attention_weights(
-                y,
+                keys.y,
                 is_causal=mask.is_causal,
                 window=self.window,
-                slopes=self._slopes(y),
+                slopes=self._slopes(keys.y),
                 bias=mask.bias,
                 key_padding_mask=padding,
                 scale=0.5,
@@ -265,9 +280,9 @@ class L2MultiheadAttention(Bakeable):
             key_padding_mask: as in forward.
         """
         rows, padding = self._batched(x, key_padding_mask)
-        y, angles = self._keys(rows, 0)
-        heads = self._attend(y, masks.Mask(bool(self.causal), None), padding)
-        return layout.unbatched(self._output(heads, angles, head_scale, bias_scale), x, self.batch_first)
+        keys = self._keys(rows, 0)
+        heads = self._attend(keys.y, masks.Mask(bool(self.causal), None), padding)
+        return layout.unbatched(self._output(heads, keys, head_scale, bias_scale), x, self.batch_first)
 
     def step(
         self,
@@ -298,22 +313,34 @@ class L2MultiheadAttention(Bakeable):
             raise ValueError(
                 f"max_len is {self.max_len}, got {seen} tokens in the cache and {rows.shape[1]} new"
             )
-        y, angles = self._keys(rows, seen)
-        cache = extend(cache, y, padding)
+        keys = self._keys(rows, seen)
+        cache = extend(cache, keys.y, padding)
         heads = l2_attention_step(
             cache.keys,
-            y.shape[-2],
+            rows.shape[1],
             window=self.window,
-            slopes=self._slopes(y),
+            slopes=self._slopes(keys.y),
             key_padding_mask=cache.padding,
             scale=0.5,
         )
-        out = layout.unbatched(self._output(heads, angles, head_scale, bias_scale), x, self.batch_first)
+        out = layout.unbatched(self._output(heads, keys, head_scale, bias_scale), x, self.batch_first)
         return out, cache if self.window is None else cache.latest(self.window - 1)
 
     def _stored(self) -> Tensor:
         """A weight as stored, for its dtype: each look at a bounded one computes the bound."""
         return next(self.q_proj.parameters())
+
+    def constants(self, values: tuple[float, ...] | tuple[tuple[float, ...], ...]) -> Tensor:
+        """Numbers as float64 where the weights are; copied there once and not in each pass."""
+        device = self._stored().device
+        held = self._constants
+        if held is not None and held[0] == values and held[1].device == device:
+            return held[1]
+        with torch.inference_mode(False):
+            made = torch.tensor(values, dtype=torch.float64, device=device)
+        if not tracing():
+            self._constants = (values, made)
+        return made
 
     def _slopes(self, y: Tensor) -> Tensor | None:
         """The ALiBi slopes (H,), made anew from the numbers that the certificate uses."""
@@ -330,18 +357,19 @@ class L2MultiheadAttention(Bakeable):
         root = math.sqrt(2.0 * self.head_dim**-0.5)
         return self._stored().new_full((self.num_heads, 1, 1), root)
 
-    def _keys(self, x: Tensor, offset: int) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-        """Scaled keys sqrt(2 t) x W (B, H, N, d), rotated by rotary positions, and the angles."""
-        root = self._root().expand(-1, self.head_dim, -1).flatten(0, 1)
+    def _keys(self, x: Tensor, offset: int) -> Keys:
+        """Scaled keys sqrt(2 t) x W, rotated by rotary positions."""
+        root = self._root()
         bias: Tensor | None = self.q_proj.bias
         if bias is not None:
-            bias = bias * root.squeeze(-1)
-        y = F.linear(x, self.q_proj.weight * root, bias)
+            bias = (bias.unflatten(0, (self.num_heads, -1)) * root.squeeze(-1)).flatten()
+        weight = self.q_proj.weight.unflatten(0, (self.num_heads, -1)) * root
+        y = F.linear(x, weight.flatten(0, 1), bias)
         y = rearrange(y, "b n (h d) -> b h n d", h=self.num_heads)
         if self.positions != "rotary":
-            return y, None
+            return Keys(y, None, root)
         angles = rotary_angles(x.shape[1], self.head_dim, offset, x.device)
-        return rotate(y, *angles), angles
+        return Keys(rotate(y, *angles), angles, root)
 
     def _attend(self, y: Tensor, mask: masks.Mask, padding: Tensor | None) -> Tensor:
         return l2_attention(
@@ -358,18 +386,19 @@ class L2MultiheadAttention(Bakeable):
     def _output(
         self,
         heads: Tensor,
-        angles: tuple[Tensor, Tensor] | None,
+        keys: Keys,
         head_scale: Tensor | None = None,
         bias_scale: Tensor | None = None,
     ) -> Tensor:
         """Heads (B, H, N, d) of scaled keys to the output (B, N, D)."""
-        if angles is not None:
-            heads = rotate(heads, *angles, back=True)
-        matrix = self.output_matrix()
-        factor = self._root().reciprocal()
+        if keys.angles is not None:
+            heads = rotate(heads, *keys.angles, back=True)
+        # (D, H, d): the lean form's stored weight seen by heads, which costs no copy.
+        matrix = self.output_matrix().movedim(-1, 0)
+        factor = keys.root.reciprocal()
         if head_scale is not None:
             factor = factor * head_scale[:, None, None]
-        weight = rearrange(matrix * factor.to(matrix.dtype), "h d o -> o (h d)").to(self._stored().dtype)
+        weight = (matrix * factor.squeeze(-1).to(matrix.dtype)).flatten(1).to(self._stored().dtype)
         bias: Tensor | None = self.out_proj.bias
         if bias is not None and bias_scale is not None:
             bias = bias * bias_scale.to(bias.dtype)

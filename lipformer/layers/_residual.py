@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from lipformer.certificate import Ask, Bound, register_bound, weighted_sum
 from lipformer.certificate._token_axes import mixed_axes
-from lipformer.layers._bake import Bakeable
 from lipformer.layers._branch import call_branch
+from lipformer.layers._one_pass import Unit
 from lipformer.layers._step import Cache, step_module
 
 
@@ -28,7 +29,7 @@ def one_layout(branch: nn.Module) -> nn.Module:
     return branch
 
 
-class Residual(Bakeable):
+class Residual(Unit):
     """x + f(x), of constant at most 1 + Lip(f).
 
     Args:
@@ -38,10 +39,12 @@ class Residual(Bakeable):
     def __init__(self, branch: nn.Module) -> None:
         super().__init__()
         self.branch = one_layout(branch)
+        self.refresh()
 
     def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """Shapes as the branch's; the mask is passed on to it."""
-        return x + same_shape(x, call_branch(self.branch, x, key_padding_mask))
+        with self.one_pass():
+            return x + same_shape(x, call_branch(self.branch, x, key_padding_mask))
 
     def step(
         self, x: Tensor, cache: Cache = None, key_padding_mask: Tensor | None = None
@@ -51,7 +54,7 @@ class Residual(Bakeable):
         return x + same_shape(x, out), cache
 
 
-class ConvexResidual(Bakeable):
+class ConvexResidual(Unit):
     """(1 - a) x + a f(x), of constant at most 1 - a + a Lip(f): 1 around a 1-Lipschitz branch.
 
     Args:
@@ -65,10 +68,12 @@ class ConvexResidual(Bakeable):
             raise ValueError(f"weight must be in [0, 1], got {weight!r}")
         self.branch = one_layout(branch)
         self.weight = float(weight)
+        self.refresh()
 
     def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """Shapes as the branch's; the mask is passed on to it."""
-        return self._mix(x, call_branch(self.branch, x, key_padding_mask))
+        with self.one_pass():
+            return self._mix(x, call_branch(self.branch, x, key_padding_mask))
 
     def step(
         self, x: Tensor, cache: Cache = None, key_padding_mask: Tensor | None = None
@@ -79,7 +84,7 @@ class ConvexResidual(Bakeable):
 
     def _mix(self, x: Tensor, out: Tensor) -> Tensor:
         # Not lerp, which refuses two dtypes, as autocast makes them.
-        return (1.0 - self.weight) * x + self.weight * same_shape(x, out)
+        return torch.add((1.0 - self.weight) * x, same_shape(x, out), alpha=self.weight)
 
     def extra_repr(self) -> str:
         return f"weight={self.weight}"

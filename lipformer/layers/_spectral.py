@@ -64,15 +64,15 @@ class SpectralBound(Freezable):
                 f"SpectralBound needs a matrix, got shape {tuple(weight.shape)}; for a convolution use "
                 "lipformer.spectral_bound(module)"
             )
-        return self.derived(lambda: self._scaled(weight))
+        return self.derived(lambda: weight * self.factor(self.measure(weight), weight))
 
-    def _scaled(self, weight: Tensor) -> Tensor:
+    def factor(self, bound: Tensor, weight: Tensor) -> Tensor:
+        """s (*,) for weights like ``weight``, in shape and dtype, of norms at most ``bound`` (*,)."""
         target = self.certified_coeff * (1.0 - rounding_margin(weight))
-        bound = self.measure(weight)
         scale = target / torch.where(bound > 1e-30, bound, torch.full_like(bound, target))
         if self.mode == "cap":
             scale = scale.clamp_max(1.0)
-        return weight * scale.to(torch.promote_types(weight.dtype, torch.float32))
+        return scale.to(torch.promote_types(weight.dtype, torch.float32))
 
     def right_inverse(self, weight: Tensor) -> Tensor:
         """Assigning a weight stores it raw."""

@@ -65,7 +65,8 @@ class LanguageModel(SavedModel):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits of each next token: (B, N) int64 -> (B, N, V)."""
-        return self.body(self.embed(tokens))
+        with self.one_pass():
+            return self.body(self.embed(tokens))
 
     def embed(self, tokens: Tensor, offset: int = 0) -> Tensor:
         """The input of the body: (B, N) -> (B, N, D); the first token stands at ``offset``."""
@@ -84,7 +85,8 @@ class LanguageModel(SavedModel):
 
     def hidden(self, x: Tensor) -> Tensor:
         """The hidden tokens of embedded ones: the trunk, without the readout; (B, N, D) both."""
-        return self.trunk(x)
+        with self.one_pass():
+            return self.trunk(x)
 
     def invert(self, hidden: Tensor, *, tol: float = 1e-6, max_iter: int = 1000) -> Tensor:
         """The embedded tokens of hidden ones, the inverse of :meth:`hidden`.

@@ -7,13 +7,13 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from lipformer.layers._bake import Bakeable
+from lipformer.layers._one_pass import Unit
 from lipformer.models import _pretrained as pretrained
 
 _M = TypeVar("_M", bound="SavedModel")
 
 
-class SavedModel(Bakeable):
+class SavedModel(Unit):
     """A model that is built from its config alone.
 
     Attributes:
@@ -28,6 +28,7 @@ class SavedModel(Bakeable):
     def remember_parts(self) -> None:
         """Notes which parts the config stands for; called when the model is built."""
         self._built = self._parts()
+        self.refresh()
 
     def _parts(self) -> dict[str, str]:
         """The class of each part by its path."""

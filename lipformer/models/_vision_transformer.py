@@ -69,11 +69,13 @@ class VisionTransformer(SavedModel):
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits: (B, C, H, W) -> (B, K)."""
-        return self.body(images)
+        with self.one_pass():
+            return self.body(images)
 
     def features(self, images: Tensor) -> Tensor:
         """The head's input: (B, C, H, W) -> (B, F)."""
-        return self.body[:-1](images)
+        with self.one_pass():
+            return self.body[:-1](images)
 
     def extra_repr(self) -> str:
         return f"variant={self.config.variant!r}, {self.config.tokens} tokens"

@@ -213,13 +213,13 @@ def test_weights_are_derived_once(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.randn(2, 4, 4),
     )
     calls: list[lf.SpectralBound] = []
-    original = lf.SpectralBound._scaled
+    original = lf.SpectralBound.factor
 
-    def counted(self: lf.SpectralBound, weight: Tensor) -> Tensor:
+    def counted(self: lf.SpectralBound, bound: Tensor, weight: Tensor) -> Tensor:
         calls.append(self)
-        return original(self, weight)
+        return original(self, bound, weight)
 
-    monkeypatch.setattr(lf.SpectralBound, "_scaled", counted)
+    monkeypatch.setattr(lf.SpectralBound, "factor", counted)
     for method in METHODS:
         calls.clear()
         residual_log_det(branch, x, method=method, rate=0.5)

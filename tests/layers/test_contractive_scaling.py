@@ -12,8 +12,7 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lipformer as lf
-from lipformer.functional import l2_gain, spectral_norm_bound
-from lipformer.layers import _attention_bound
+from lipformer.functional import _spectral, l2_gain, spectral_norm_bound
 from tests.layers.battery import error, scrambled
 
 D, H, N = 8, 2, 5
@@ -209,14 +208,14 @@ def test_no_bound_is_computed_for_a_constant_that_is_known(monkeypatch: pytest.M
     """A Contractive inside another's module counts as its coefficient: one bound a forward pass."""
     asked = []
 
-    def counted(weight: Tensor) -> Tensor:
+    def counted(weight: Tensor, method: str = "cholesky") -> Tensor:
         asked.append(weight.shape)
         return spectral_norm_bound(weight)
 
     inner = lf.Contractive(attention(causal=True, positions="alibi"), 0.5, norm="self")
     layer = lf.Contractive(nn.Sequential(lf.TokenShift(D), inner), 0.9, norm="self")
     x = tokens()
-    monkeypatch.setattr(_attention_bound, "spectral_norm_bound", counted)
+    monkeypatch.setattr(_spectral, "spectral_norm_bound", counted)
     got = layer(x)
     assert asked == [(2, D, D)]
     assert error(got, 0.9 / 0.5 * inner(layer.module[0](x))) < 1e-14

@@ -1,0 +1,88 @@
+"""The spectral norms of a whole model in a few calls, for the length of one forward pass."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+import torch.nn.utils.parametrize as parametrize
+from torch import Tensor
+
+from lipformer.functional import spectral_norm_bound
+from lipformer.functional._spectral import spectral_norm_bounds
+from lipformer.layers._bake import Bakeable
+from lipformer.layers._contractive import Contractive
+from lipformer.layers._frozen import Freezable
+from lipformer.layers._spectral import SpectralBound
+
+
+class Unit(Bakeable):
+    """A module whose layers' spectral norms are computed together in each of its forward passes.
+
+    A layer alone computes the norms of its weights when it runs: some 70 kernels a layer. A unit wraps
+    its forward pass in :meth:`one_pass` instead; then there is one call for all weights of one shape,
+    and each layer is frozen until the pass is over. Nothing is kept from one pass to the next.
+
+    Units may hold units: the outermost does the work. Weights that fully_shard has not gathered yet are
+    left to the unit that gathers them.
+    """
+
+    def refresh(self) -> None:
+        """Notes which layers there are, once: layers put in later compute for themselves."""
+        self._bounded: list[tuple[SpectralBound, parametrize.ParametrizationList]] = []
+        self._contractive: list[Contractive] = []
+        for module in self.modules():
+            if isinstance(module, Contractive):
+                self._contractive.append(module)
+            elif isinstance(module, parametrize.ParametrizationList) and len(module) == 1:
+                bound = module[0]
+                if isinstance(bound, SpectralBound) and bound.measure is spectral_norm_bound:
+                    self._bounded.append((bound, module))
+
+    @contextlib.contextmanager
+    def one_pass(self) -> Iterator[None]:
+        """Context of one forward pass."""
+        parts: list[Freezable] = []
+        try:
+            # Bounded weights first: what is divided by norms may hold them.
+            bounded = [
+                (b, c.original) for b, c in self._bounded if _free(b) and not _sharded(c.original)
+            ]
+            norms = spectral_norm_bounds([weight for _, weight in bounded])
+            alike: dict[object, list[int]] = {}
+            for i, (bound, weight) in enumerate(bounded):
+                key = (bound.certified_coeff, bound.mode, weight.shape, weight.dtype, weight.device)
+                alike.setdefault(key, []).append(i)
+            for group in alike.values():
+                factors = bounded[group[0]][0].factor(
+                    torch.stack([norms[i] for i in group]), bounded[group[0]][1]
+                )
+                for i, factor in zip(group, factors.unbind(), strict=True):
+                    bound, weight = bounded[i]
+                    bound.freeze(weight * factor)
+                    parts.append(bound)
+            needed = [(c, c.matrices()) for c in self._contractive if _free(c)]
+            needed = [(c, matrices) for c, matrices in needed if not any(map(_sharded, matrices))]
+            norms = spectral_norm_bounds([matrix for _, matrices in needed for matrix in matrices])
+            for contractive, matrices in needed:
+                contractive.freeze(contractive.scales_of(norms[: len(matrices)]))
+                norms = norms[len(matrices) :]
+                parts.append(contractive)
+            yield
+        finally:
+            for part in parts:
+                part.thaw()
+
+
+def _free(part: Freezable) -> bool:
+    """Whether no freeze around this one has the part already."""
+    return not part._freezing
+
+
+def _sharded(weight: Tensor) -> bool:
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(weight, DTensor)
