@@ -160,16 +160,14 @@ def _check_devices(func: Any, tensors: list[Tensor], generators: list[Any]) -> N
     """As on CUDA: a CPU scalar may be an operand of a pointwise operator, nothing else may be mixed."""
     strangers = [t for t in tensors if not on_device(t)]
     takes_scalars = torch.Tag.pointwise in func.tags or func._schema.name.startswith(SCALAR_OPERAND)
-    if takes_scalars and on_device(tensors[0]):
+    if takes_scalars and (on_device(tensors[0]) or not func._schema.is_mutable):
         strangers = [t for t in strangers if t.ndim > 0]
     if strangers:
         shapes = [tuple(t.shape) for t in strangers]
         raise DeviceMixing(f"{func}: tensors of {NAME} and of the CPU, the latter of shapes {shapes}")
     for generator in generators:
         if generator._cdata not in _generators:
-            raise DeviceMixing(
-                f"{func}: expected a generator of {NAME}, found one of {generator.device}"
-            )
+            raise DeviceMixing(f"{func}: expected a generator of {NAME}, got one of {generator.device}")
 
 
 def _note_reads(func: Any, name: str, args: tuple[Any, ...], tensors: list[Tensor]) -> bool:
@@ -211,6 +209,26 @@ def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     return max([t.numel() for t in tree_leaves(out) if isinstance(t, Tensor)], default=0)
 
 
+@functools.cache
+def _operands(func: Any) -> list[bool]:
+    """Which positional arguments of an operator are tensors."""
+    return [isinstance(argument.type, torch._C.TensorType) for argument in func._schema.arguments]
+
+
+def _numbers_as_tensors(func: Any, args: tuple[Any, ...]) -> Iterator[Any]:
+    """A number where a tensor belongs, in a tensor that promotes dtypes as the number would.
+
+    The dispatcher hands such operands to Python as numbers, and not every operator takes them back.
+    """
+    for arg, operand in zip(args, _operands(func), strict=False):
+        if operand and isinstance(arg, int | float):
+            other = [t for t in args if isinstance(t, Tensor)][-1]
+            dtype = torch.result_type(other, arg)
+            exact = other.ndim > 0 and dtype == other.dtype and isinstance(arg, float)
+            arg = torch.tensor(arg, dtype=torch.float64 if exact else dtype)
+        yield arg
+
+
 def _run(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Runs an operator of the device on the data of its tensors."""
     name = func._schema.name.removeprefix("aten::")
@@ -218,6 +236,7 @@ def _run(func: Any, *args: Any, **kwargs: Any) -> Any:
         return func._op_dk(_CPU, *args, **kwargs)  # a view: metadata alone
     if name == "set_":
         return func._op_dk(_CPU, *args, **kwargs)
+    args = tuple(_numbers_as_tensors(func, args))
     leaves, tree = tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if not _note_reads(func, name, args, tensors) and tensors:
