@@ -52,7 +52,8 @@ WAITING = {
     "masked_select", "nonzero", "repeat_interleave", "unique_consecutive", "unique_dim",
 }  # fmt: skip
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
-SCALAR_OPERAND = ("aten::masked_fill", "aten::fill_")  # take a CPU scalar, beside pointwise operators
+# What takes a CPU scalar beside pointwise operators.
+SCALAR_OPERAND = ("aten::masked_fill", "aten::fill_", "aten::floor_divide")
 NO_KERNEL = {"_local_scalar_dense", "empty", "empty_strided", "resize_", "set_"}
 
 
@@ -236,9 +237,8 @@ def _run(func: Any, *args: Any, **kwargs: Any) -> Any:
         return func._op_dk(_CPU, *args, **kwargs)  # a view: metadata alone
     if name == "set_":
         return func._op_dk(_CPU, *args, **kwargs)
-    args = tuple(_numbers_as_tensors(func, args))
-    leaves, tree = tree_flatten((args, kwargs))
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    leaves, tree = tree_flatten((tuple(_numbers_as_tensors(func, args)), kwargs))
     if not _note_reads(func, name, args, tensors) and tensors:
         _check_devices(func, tensors, [g for g in leaves if isinstance(g, torch._C.Generator)])
     hosts: dict[int, tuple[Tensor, Tensor]] = {}
@@ -383,14 +383,20 @@ def _pin_memory(t: Tensor, device: Any = None) -> Tensor:
 
 
 class _OfStorages:
-    """Methods of UntypedStorage that know the device: torch.save and torch.load call them."""
+    """Methods of UntypedStorage that know the device: copy.deepcopy, torch.save and torch.load call them."""
 
     original_to = torch.UntypedStorage.to
     original_cpu = torch.UntypedStorage.cpu
+    original_clone = torch.UntypedStorage.clone
     original_data_ptr = torch.UntypedStorage.data_ptr
 
     def cpu(self: Any) -> torch.UntypedStorage:
         return self.host.clone() if self.device.type == NAME else _OfStorages.original_cpu(self)
+
+    def clone(self: Any) -> torch.UntypedStorage:
+        if self.device.type == NAME:
+            return _storage(self.host.clone())
+        return _OfStorages.original_clone(self)
 
     def to(self: Any, *, device: Any, non_blocking: bool = False) -> torch.UntypedStorage:
         if torch.device(device).type == NAME:
@@ -416,7 +422,7 @@ def device() -> Iterator[None]:
         (torch.accelerator, "synchronize", lambda device=None: None),
         *(
             (torch.UntypedStorage, name, getattr(_OfStorages, name))
-            for name in ("cpu", "to", "data_ptr")
+            for name in ("cpu", "clone", "to", "data_ptr")
         ),
     ]
     with contextlib.ExitStack() as stack:
