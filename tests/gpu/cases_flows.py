@@ -1,0 +1,155 @@
+"""Invertible blocks and flows: forward, inverse, steps and log-determinants, in every mode."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributions import Normal
+
+import lipformer as lf
+from lipformer import flows
+from tests.gpu.case import Case, by_name, new, padding
+from tests.gpu.cases_layers import attention
+
+CAUSAL = attention(causal=True, positions="alibi", value_proj=False)
+UNMASKED = attention(causal=False, max_len=6)
+FEED_FORWARD = new(lf.FeedForward, 8, 16)
+PADDED: dict[str, Any] = {"key_padding_mask": padding}
+
+
+def seeded(x: Tensor) -> torch.Generator:
+    """A generator on the device of x."""
+    return torch.Generator(x.device).manual_seed(0)
+
+
+def inverse(block: Any, y: Tensor, **mask: Tensor) -> Any:
+    """The inverse with its gradient, which is solved for too."""
+    y.requires_grad_()
+    x = block.inverse(y, **mask)
+    return x, torch.autograd.grad(x.square().sum(), y)
+
+
+def inverse_step(block: Any, y: Tensor) -> Any:
+    """Token by token, then the rest at once."""
+    first, cache = block.inverse_step(y[:, :2])
+    second, _ = block.inverse_step(y[:, 2:], cache)
+    return first, second
+
+
+def forward_and_log_det(block: Any, x: Tensor, method: str | None = None, **mask: Tensor) -> Any:
+    """As in training."""
+    options = {} if method is None else {"method": method, "generator": seeded(x)}
+    return block.forward_and_log_det(x, **mask, **options)
+
+
+def inverse_and_log_det(block: Any, y: Tensor, method: str | None = None, **mask: Tensor) -> Any:
+    options = {} if method is None else {"method": method, "generator": seeded(y)}
+    return block.eval().inverse_and_log_det(y, **mask, **options)
+
+
+def log_prob(flow: Any, x: Tensor, **more: Any) -> Tensor:
+    return flow.log_prob(x, generator=seeded(x), **more)
+
+
+def sample(flow: Any, x: Tensor, **mask: Tensor) -> Tensor:
+    flow.initialize(x)
+    return flow.eval().sample(2, 6, generator=seeded(x), **mask)
+
+
+def initialized(flow: Any, x: Tensor) -> Tensor:
+    flow.initialize(x)
+    return flow(x)
+
+
+def inverse_gain(block: Any, x: Tensor) -> Tensor:
+    return flows.estimate_inverse_gain(block, x, steps=3, generator=seeded(x))
+
+
+def residual_log_det(block: Any, x: Tensor) -> Any:
+    out, log_det = flows.residual_log_det(block.branch, x, method="exact", rate=0.9)
+    return out, log_det.value
+
+
+def solved(block: Any, y: Tensor) -> Tensor:
+    def size(x: Tensor) -> Tensor:
+        return x.flatten(1).norm(dim=-1)
+
+    return flows.solve_fixed_point(lambda x, _: block.branch(x), y, rate=0.9, measure=size)[0]
+
+
+def transformed(block: Any, x: Tensor) -> Any:
+    """As a transform of torch.distributions."""
+    transform = flows.to_torch_transform(block, method="exact")
+    y = transform(x)
+    return y, transform.log_abs_det_jacobian(x, y)
+
+
+def residual(branch: Any, **options: Any) -> Any:
+    return new(flows.InvertibleResidual, branch, **options)
+
+
+def flow(**options: Any) -> Any:
+    return new(
+        flows.AttentionFlow, 8, **{"depth": 1, "num_heads": 2, "hidden": 16, "seq_len": 6, **options}
+    )
+
+
+BLOCKS = [
+    residual(CAUSAL, mode="causal"),
+    residual(UNMASKED, norm="l2"),
+    residual(UNMASKED, norm="token", accelerate=False),
+    residual(UNMASKED, norm="linf"),
+    residual(UNMASKED, coeff=0.5, seq_len=6),
+    residual(FEED_FORWARD),
+    residual(new(nn.Sequential, new(lf.TokenShift, 8), CAUSAL), mode="causal"),
+]
+TOKEN_MAPS = [new(flows.ActNorm, 8), new(flows.InvertibleLinear, 8), new(flows.Permutation, 8)]
+FLOWS_OF = [
+    flow(),
+    flow(mode="causal", seq_len=None, coeff=0.8),
+    flow(causal=True, positions="rotary"),
+    flow(width=4, linear="plu", feed_forwards=2),
+    flow(mode="causal", linear="permutation", base=Normal(0.0, 2.0)),
+    flow(log_det="series", terms=4, probes=2),
+]
+METHODS = (
+    (residual(UNMASKED, norm="l2"), ("exact", "series", "roulette")),
+    (residual(CAUSAL, mode="causal"), ("causal",)),
+    (residual(FEED_FORWARD, log_det="causal"), (None, "exact")),
+    (residual(UNMASKED, norm="l2", log_det="series", terms=3, probes=2), (None,)),
+)
+FLOWS = by_name(
+    [
+        *(Case(block, named=mask) for block in (*BLOCKS, *TOKEN_MAPS) for mask in ({}, PADDED)),
+        *(
+            Case(block, call=inverse, named=mask, trains=False)
+            for block in (*BLOCKS, *TOKEN_MAPS)
+            for mask in ({}, PADDED)
+        ),
+        *(Case(BLOCKS[i], call=inverse_step, trains=False) for i in (0, 5)),
+        *(
+            Case(block, call=forward_and_log_det, named={"method": method, **mask})
+            for block, methods in METHODS
+            for method in methods
+            for mask in ({}, PADDED)
+        ),
+        *(
+            Case(block, call=inverse_and_log_det, named={"method": method}, trains=False)
+            for block, methods in METHODS
+            for method in methods
+        ),
+        *(Case(block, call=forward_and_log_det) for block in TOKEN_MAPS),
+        *(Case(made, call=log_prob, named=mask) for made in FLOWS_OF for mask in ({}, PADDED)),
+        Case(FLOWS_OF[0], call=log_prob, named={"method": "exact"}),
+        Case(FLOWS_OF[0], call=log_prob, named={"method": "series"}),
+        *(Case(made, call=sample, trains=False) for made in FLOWS_OF),
+        Case(FLOWS_OF[1], call=sample, named=PADDED, trains=False),
+        Case(FLOWS_OF[1], call=initialized, trains=False),
+        *(
+            Case(BLOCKS[1], call=call, trains=False)
+            for call in (inverse_gain, residual_log_det, solved, transformed)
+        ),
+    ]
+)
