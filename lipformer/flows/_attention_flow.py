@@ -158,7 +158,7 @@ class AttentionFlow(nn.Module):
         self._check(x)
         padded = padding(key_padding_mask, x)
         for block in self.blocks:
-            if isinstance(block, ActNorm) and not bool(block.initialized):
+            if isinstance(block, ActNorm) and not block.is_set():
                 block.initialize(x, padded)
             x = block(x, key_padding_mask)
 
