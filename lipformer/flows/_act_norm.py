@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -32,6 +34,8 @@ class ActNorm(TokenWise):
     """
 
     initialized: Tensor
+    # Whether the flag was seen set: on a GPU it is read until then, and once after each load.
+    _seen_set = False
 
     def __init__(self, dim: int) -> None:
         super().__init__(dim)
@@ -41,8 +45,18 @@ class ActNorm(TokenWise):
 
     def prepare(self, x: Tensor, padded: Tensor | None) -> None:
         """Sets shift and scale by the first training batch (B, T, D)."""
-        if self.training and not tracing() and not bool(self.initialized):
+        if self.training and not tracing() and not self.is_set():
             self.initialize(x, padded)
+
+    def is_set(self) -> bool:
+        """Whether shift and scale are set."""
+        if not self._seen_set or self.initialized.device.type == "cpu":
+            self._seen_set = bool(self.initialized)
+        return self._seen_set
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._seen_set = False
+        super()._load_from_state_dict(*args, **kwargs)
 
     @torch.no_grad()
     def initialize(self, x: Tensor, padded: Tensor | None = None) -> None:
@@ -63,6 +77,7 @@ class ActNorm(TokenWise):
         self.shift.copy_(-tokens.mean(0))
         self.log_scale.copy_(-deviation.log())
         self.initialized.fill_(True)
+        self._seen_set = True
 
     def token_map(self, x: Tensor) -> Tensor:
         """(x + b) e^s."""
@@ -79,7 +94,7 @@ class ActNorm(TokenWise):
 
 @register_bound(ActNorm)
 def _(module: ActNorm, ask: Ask) -> Bound:
-    if ask.as_eval and module.training and not tracing() and not bool(module.initialized):
+    if ask.as_eval and module.training and not tracing() and not module.is_set():
         raise ask.refuse(
             "its first training batch would change its scale after it was divided by its bound",
             "initialize(x) before it goes into a contractive or invertible branch",

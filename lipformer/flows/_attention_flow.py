@@ -160,7 +160,7 @@ class AttentionFlow(Unit):
         self._check(x)
         padded = padding(key_padding_mask, x)
         for block in self.blocks:
-            if isinstance(block, ActNorm) and not bool(block.initialized):
+            if isinstance(block, ActNorm) and not block.is_set():
                 block.initialize(x, padded)
             x = block(x, key_padding_mask)
 

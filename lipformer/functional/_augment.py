@@ -46,18 +46,22 @@ class Augmented:
 
 
 def _split(x: Tensor, dtype: torch.dtype, units: tuple[float, ...]) -> list[Tensor]:
-    """``x`` as a sum of units times tensors of ``dtype``; the gradient flows through the first."""
-    pieces = [(x / units[0]).to(dtype)]
-    for unit in units[1:]:
-        given = sum(u * p.detach().to(x.dtype) for u, p in zip(units, pieces, strict=False))
-        pieces.append(((x.detach() - given) / unit).to(dtype))
-    return pieces
+    """``x`` as a sum of units times tensors of ``dtype``; the gradient flows through the last."""
+    pieces = []
+    for unit in units[:-1]:
+        piece = (x.detach() / unit).to(dtype)
+        pieces.append(piece)
+        x = x - unit * piece.to(x.dtype)
+    return [*pieces, (x / units[-1]).to(dtype)]
 
 
 def _norm_units(dtype: torch.dtype) -> tuple[float, ...]:
-    """Units of the norm columns: two columns in half precision, and float16 ends at 65504."""
+    """Units of the norm columns: more than one in half precision, and float16 ends at 65504.
+
+    The last is 1: it multiplies the gradient, which float16 holds only up to the same end.
+    """
     if dtype == torch.float16:
-        return (32768.0, 16.0)
+        return (32768.0, 16.0, 1.0)
     return (1.0, 1.0) if dtype == torch.bfloat16 else (1.0,)
 
 

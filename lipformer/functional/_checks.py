@@ -1,7 +1,7 @@
 """Checks of the arguments of L2 attention.
 
 Every message echoes what was given and says what is allowed. Checks of shapes and types always run;
-checks of values (which cost a device synchronisation) run eagerly and not while tracing.
+checks of values run where reading is free: on CPU and not while tracing (see :func:`values_readable`).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def tracing() -> bool:
     )
 
 
-def _values_readable(t: Tensor) -> bool:
+def values_readable(t: Tensor) -> bool:
     """Reading a small CPU tensor is free; elsewhere it synchronises, so only under debug_checks()."""
     return not tracing() and (_debug or t.device.type == "cpu")
 
@@ -102,7 +102,7 @@ def check_scale(scale: float | Tensor | None, heads: int) -> None:
                 f"scale must be a positive float or a tensor of shape ({heads}, 1, 1), "
                 f"got shape {tuple(scale.shape)}"
             )
-        if _values_readable(scale) and not bool((scale > 0).all()):
+        if values_readable(scale) and not bool((scale > 0).all()):
             raise ValueError(f"scale must be positive, got {scale.flatten().tolist()}")
     elif not (0.0 < float(scale) < math.inf):
         raise ValueError(f"scale must be positive and finite, got {scale!r}")
@@ -117,14 +117,17 @@ def check_slopes(slopes: Tensor | None, heads: int, is_causal: bool) -> None:
     if not isinstance(slopes, Tensor) or slopes.shape != (heads,):
         given = tuple(slopes.shape) if isinstance(slopes, Tensor) else repr(slopes)
         raise ValueError(f"slopes must be a tensor with one slope per head, ({heads},), got {given}")
-    if _values_readable(slopes) and not bool((slopes >= 0).all()):
+    if values_readable(slopes) and not bool((slopes >= 0).all()):
         raise ValueError(f"slopes must be >= 0, got {slopes.tolist()}")
 
 
-def check_bias(bias: Tensor | None, y: Tensor) -> None:
-    """Raises unless ``bias`` broadcasts to (*, H, N, N) and leaves every own key visible."""
+def check_bias(bias: Tensor | None, y: Tensor) -> Tensor | None:
+    """Raises unless ``bias`` broadcasts to (*, H, N, N) and leaves every own key visible.
+
+    Where values are not read, a row without its own key becomes NaN instead, in the bias returned.
+    """
     if bias is None:
-        return
+        return None
     if not isinstance(bias, Tensor) or not bias.is_floating_point():
         given = bias.dtype if isinstance(bias, Tensor) else type(bias).__name__
         raise TypeError(
@@ -137,18 +140,17 @@ def check_bias(bias: Tensor | None, y: Tensor) -> None:
         shape = torch.Size()
     if shape != torch.Size(full):
         raise ValueError(f"bias must broadcast to (*, H, N, N) = {full}, got {tuple(bias.shape)}")
-    if tracing():
-        return
-    last = (
-        bias.expand(*bias.shape[:-2], full[-2], full[-1]) if bias.ndim >= 2 else bias.expand(full[-2:])
-    )
-    own = torch.diagonal(last, dim1=-2, dim2=-1)
-    if not bool(torch.isfinite(own).all()):
-        i = int((~torch.isfinite(own)).nonzero()[0, -1])
+    bias = bias.expand(*bias.shape[:-2], *full[-2:])
+    lost = ~torch.isfinite(torch.diagonal(bias, dim1=-2, dim2=-1))
+    if not values_readable(bias):
+        return bias.masked_fill(lost.unsqueeze(-1), torch.nan)
+    if bool(lost.any()):
+        *lead, i = lost.nonzero()[0].tolist()
         raise ValueError(
             f"bias hides or leaves undefined query {i}'s own key (its diagonal entry is "
-            f"{own.reshape(-1, full[-1])[:, i][0].item()}): {OWN_KEY_RULE}"
+            f"{bias[tuple(lead)][i, i].item()}): {OWN_KEY_RULE}"
         )
+    return bias
 
 
 def check_attention(
@@ -159,14 +161,17 @@ def check_attention(
     bias: Tensor | None,
     scale: float | Tensor | None,
     key_padding_mask: Tensor | None,
-) -> Tensor | None:
-    """Checks the arguments that all forms of L2 attention share; returns the padding as bool."""
+) -> tuple[Tensor | None, Tensor | None]:
+    """Checks the arguments that all forms of L2 attention share.
+
+    Returns:
+        The padding as bool, and the bias as :func:`check_bias` returns it.
+    """
     check_tokens(y)
     check_window(window, is_causal)
     check_scale(scale, y.shape[-3])
     check_slopes(slopes, y.shape[-3], is_causal)
-    check_bias(bias, y)
-    return as_padding(key_padding_mask, y)
+    return as_padding(key_padding_mask, y), check_bias(bias, y)
 
 
 def as_padding(mask: Tensor | None, y: Tensor) -> Tensor | None:
@@ -187,7 +192,7 @@ def as_padding(mask: Tensor | None, y: Tensor) -> Tensor | None:
     if mask.dtype == torch.bool:
         return mask
     if mask.is_floating_point():
-        if _values_readable(mask) and not bool(((mask == 0) | (mask == -math.inf)).all()):
+        if values_readable(mask) and not bool(((mask == 0) | (mask == -math.inf)).all()):
             odd = mask[(mask != 0) & (mask != -math.inf)][0].item()
             raise ValueError(f"a float key_padding_mask may hold only 0 and -inf, got {odd}")
         return mask == -math.inf

@@ -62,7 +62,7 @@ def l2_attention(
         >>> l2_attention(y, scale=1.0).squeeze()
         tensor([0.4239, 0.8446, 0.8446])
     """
-    padding = check_attention(y, is_causal, window, slopes, bias, scale, key_padding_mask)
+    padding, bias = check_attention(y, is_causal, window, slopes, bias, scale, key_padding_mask)
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p!r}")
     return _attend(
@@ -100,7 +100,7 @@ def l2_attention_step(
     Returns:
         (*, H, queries, d).
     """
-    padding = check_attention(y, True, window, slopes, None, scale, key_padding_mask)
+    padding, _ = check_attention(y, True, window, slopes, None, scale, key_padding_mask)
     if not 1 <= queries <= y.shape[-2]:
         raise ValueError(f"queries must be in 1..N = {y.shape[-2]}, got {queries}")
     return _attend(

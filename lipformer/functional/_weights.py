@@ -33,7 +33,7 @@ def l2_attention_weights(
     Returns:
         (*, H, N, N); rows sum to one, except that rows of padded tokens are zero.
     """
-    padding = check_attention(y, is_causal, window, slopes, bias, scale, key_padding_mask)
+    padding, bias = check_attention(y, is_causal, window, slopes, bias, scale, key_padding_mask)
     n, d = y.shape[-2:]
     wide = torch.promote_types(y.dtype, torch.float32)
     z = y.to(wide) - reference_point(y, padding, is_causal=is_causal).to(wide)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lipformer.functional._checks import OWN_KEY_RULE, tracing
+from lipformer.functional._checks import OWN_KEY_RULE, values_readable
 
 
 class Mask(NamedTuple):
@@ -69,36 +69,40 @@ def resolve(
             "is_causal=True, but the layer was built with causal=False and certified without a mask; "
             "build it with causal=True or causal=None"
         )
-    always = bool(causal)
-    if attn_mask is None or (is_causal and tracing()):
-        return Mask(always or is_causal, None)
+    always = bool(causal) or is_causal
+    if attn_mask is None:
+        return Mask(always, None)
     if not isinstance(attn_mask, Tensor):
         raise TypeError(f"attn_mask must be a tensor or None, got {type(attn_mask).__name__}")
-    always = always or is_causal
     bias = additive(attn_mask, batch, heads, n, dtype)
-    if not tracing():
-        lower = torch.ones(n, n, dtype=torch.bool, device=bias.device).tril()
-        if bool((bias.masked_fill(~lower, 0.0) == 0).all()):
-            if bool((bias.masked_fill(lower, 0.0) == 0).all()):
-                return Mask(always, None)
-            if bool((bias.masked_fill(lower, -torch.inf) == -torch.inf).all()) and causal is not False:
-                return Mask(True, None)
+    readable = values_readable(bias)
+    if is_causal and not readable:
+        return Mask(True, None)
+    later = torch.ones(n, n, dtype=torch.bool, device=bias.device).triu(1)
+    empty = (bias == 0).all()
+    is_triangle = (bias == torch.zeros_like(bias).masked_fill(later, -torch.inf)).all()
+    if readable and bool(empty):
+        return Mask(always, None)
+    if readable and causal is not False and bool(is_triangle):
+        return Mask(True, None)
+    own = torch.diagonal(bias, dim1=-2, dim2=-1).unsqueeze(-1)
+    covered = bias <= own if any_mask else empty if causal is False else empty | is_triangle
+    if not readable:
+        # Without a look at the values: what the certificate excludes gives no finite output.
+        return Mask(always, bias.masked_fill(~covered, torch.nan))
     if not any_mask:
         raise ValueError(
             "attn_mask is neither empty nor the causal mask (True or -inf above the diagonal, nothing "
             "elsewhere) that this layer is certified for "
-            f"(causal={causal}, any_mask=False); pass is_causal=True for a causal mask under "
-            "torch.compile, or build the layer with any_mask=True, whose certificate covers every "
-            "mask that leaves each token its own key"
+            f"(causal={causal}, any_mask=False); build the layer with any_mask=True, whose certificate "
+            "covers every mask that leaves each token its own key"
         )
-    if not tracing():
-        own = torch.diagonal(bias, dim1=-2, dim2=-1).unsqueeze(-1)
-        if bool((own == -torch.inf).any()):
-            hidden = int((own == -torch.inf).nonzero()[0, -2])
-            raise ValueError(f"attn_mask hides token {hidden}'s own key: {OWN_KEY_RULE}")
-        if bool((bias > own).any()):
-            raise ValueError(
-                "any_mask=True is certified for masks that lower logits: no entry of attn_mask may "
-                "exceed the diagonal entry of its row"
-            )
+    hidden = (own == -torch.inf).nonzero()
+    if len(hidden):
+        raise ValueError(f"attn_mask hides token {int(hidden[0, -2])}'s own key: {OWN_KEY_RULE}")
+    if not bool(covered.all()):
+        raise ValueError(
+            "any_mask=True is certified for masks that lower logits: no entry of attn_mask may "
+            "exceed the diagonal entry of its row"
+        )
     return Mask(always, bias)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
+import torch.nn.functional as F
 import torch.nn.utils.parametrize as parametrize
 from torch import Tensor, nn
 
@@ -144,8 +145,17 @@ class Scaled(Bakeable):
 
     def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """Shapes as the module's."""
-        out = call_branch(self.module, x, key_padding_mask)
-        return out * round_down(self.factor, out.dtype)
+        factor = self.factor
+        if isinstance(self.module, nn.Linear) and factor.ndim == 0:
+            # A power of two goes into the weight, which is exact: a large factor behind the product
+            # would multiply the gradients that float16-mixed training holds in float16.
+            mantissa = torch.frexp(factor).mantissa
+            power, factor = factor / mantissa, mantissa
+            bias = None if self.module.bias is None else self.module.bias * power
+            out = F.linear(x, self.module.weight * power, bias)
+        else:
+            out = call_branch(self.module, x, key_padding_mask)
+        return out * round_down(factor, out.dtype)
 
 
 @register_bound(Scaled)

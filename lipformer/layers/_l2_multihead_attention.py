@@ -18,7 +18,7 @@ from lipformer.layers import _attention_masks as masks
 from lipformer.layers._attention_arguments import check_arguments
 from lipformer.layers._bake import Bakeable
 from lipformer.layers._key_cache import KeyCache, extend
-from lipformer.layers._positions import default_slopes, exact_slopes, rotary_angles, rotate
+from lipformer.layers._positions import default_slopes, exact_slopes, rotary_angles, rotate, slope_tensor
 from lipformer.layers._spectral import SpectralLinear
 
 
@@ -343,12 +343,8 @@ class L2MultiheadAttention(Bakeable):
         return made
 
     def _slopes(self, y: Tensor) -> Tensor | None:
-        """The ALiBi slopes (H,), made anew from the numbers that the certificate uses."""
-        return (
-            None
-            if self.slopes is None
-            else torch.tensor(self.slopes, dtype=torch.float32, device=y.device)
-        )
+        """The ALiBi slopes (H,)."""
+        return None if self.slopes is None else slope_tensor(self.slopes, y.device)
 
     def _root(self) -> Tensor:
         """sqrt(2 t_h), (H, 1, 1): folded into the weights, so that it costs nothing per token."""

@@ -12,7 +12,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from lipformer.certificate import Ask, Bound, register_bound
-from lipformer.layers._positions import exact_slopes, rotary_angles, rotate
+from lipformer.layers._positions import exact_slopes, rotary_angles, rotate, slope_tensor
 
 # Keys and values (B, H, T, d) of the tokens seen so far.
 KeyValueCache = tuple[Tensor, Tensor]
@@ -128,8 +128,7 @@ class CausalAttention(nn.Module, ABC):
         query, key, value = self.operands(q, k, v)
         bias: Tensor | None = None
         if self.slopes is not None:
-            slopes = torch.tensor(self.slopes, dtype=torch.float32, device=x.device)
-            bias = causal_bias(slopes, q.shape[-2], k.shape[-2], query)
+            bias = causal_bias(slope_tensor(self.slopes, x.device), q.shape[-2], k.shape[-2], query)
         elif seen > 0:
             bias = causal_bias(None, q.shape[-2], k.shape[-2], query)
         heads = F.scaled_dot_product_attention(

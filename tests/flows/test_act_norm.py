@@ -73,6 +73,28 @@ def test_that_it_has_learnt_is_saved_with_the_weights(batch: torch.Tensor) -> No
     assert torch.equal(copy.deepcopy(other)(batch), expected)
 
 
+def test_loading_untaught_weights_makes_it_learn_again(batch: torch.Tensor) -> None:
+    layer = ActNorm(3).double()
+    untaught = copy.deepcopy(layer.state_dict())
+    layer(batch)
+    assert layer.is_set()
+    layer.load_state_dict(untaught)
+    assert not layer.is_set()
+    torch.testing.assert_close(layer(9.0 * batch).mean(), torch.zeros(()).double(), rtol=0, atol=1e-12)
+
+
+def test_once_set_the_flag_is_not_read_again_on_a_gpu(batch: torch.Tensor) -> None:
+    """The meta device stands for a GPU: reading a value there raises."""
+    layer = ActNorm(3).double()
+    layer(batch)
+    layer.to("meta")
+    for copied in (layer, copy.deepcopy(layer)):
+        copied.train()(batch.to("meta"))
+    layer.load_state_dict(layer.state_dict())
+    with pytest.raises(RuntimeError, match="meta"):
+        layer(batch.to("meta"))
+
+
 def test_a_batch_of_padding_alone_teaches_nothing(batch: torch.Tensor) -> None:
     layer = ActNorm(3).double()
     layer(batch, torch.ones(16, 7, dtype=torch.bool))

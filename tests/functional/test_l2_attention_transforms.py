@@ -190,6 +190,20 @@ def test_autocast(name: str, dtype: torch.dtype) -> None:
         assert l2_attention(y.double(), **CASES[name]).dtype == torch.float64
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_a_gradient_that_float16_holds_does_not_overflow(name: str) -> None:
+    """Scaled up as a loss scaler does: no unit of the norm columns may enlarge it on its way."""
+    y = tokens(n=N).half()
+    weight = 2000.0 * torch.randn_like(y)
+    gradients = []
+    for fn, leaf in ((l2_attention, y.clone()), (l2_attention_oracle, y.double())):
+        leaf.requires_grad_()
+        out = fn(leaf, **CASES[name])
+        gradients.append(torch.autograd.grad((weight.to(out.dtype) * out).sum(), leaf)[0].double())
+    got, want = gradients
+    assert (got - want).abs().max().item() <= 1e-2 * want.abs().max().item()
+
+
 DROPOUT: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"is_causal": True},

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import lipformer as lf
+from lipformer.functional import _checks
+from lipformer.layers import _attention_masks
 from tests.layers.battery import error
 
 B, N, D, H = 2, 6, 8, 2
@@ -108,6 +110,66 @@ def test_any_mask_hides_what_it_says() -> None:
         x, x, x, attn_mask=masks, average_attn_weights=False
     )
     assert torch.equal(weights == 0, theirs == 0)
+
+
+@pytest.fixture
+def unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where reading a mask's values would wait for the device."""
+    for module in (_attention_masks, _checks):
+        monkeypatch.setattr(module, "values_readable", lambda _: False)
+
+
+MASKED: dict[str, tuple[dict[str, bool], Tensor, bool]] = {
+    "empty": ({}, torch.zeros(N, N), True),
+    "causal": ({}, CAUSAL, True),
+    "causal, built in": ({"causal": True}, CAUSAL, True),
+    "causal, but never": ({"causal": False}, CAUSAL, False),
+    "banded": ({}, CAUSAL.triu(2), False),
+    "raised": ({}, torch.zeros(N, N).fill_diagonal_(0.5), False),
+    "any": ({"any_mask": True}, CAUSAL.triu(2), True),
+    "any, own key hidden": ({"any_mask": True}, torch.eye(N, dtype=torch.bool), False),
+    "any, no key at all": ({"any_mask": True}, torch.full((N, N), -math.inf), False),
+    "any, own key lowered": ({"any_mask": True}, -torch.eye(N), False),
+    "any, NaN": ({"any_mask": True}, torch.zeros(N, N).index_fill(1, torch.tensor(2), math.nan), False),
+}
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_a_mask_that_is_not_read_is_obeyed_or_gives_nan(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    options, mask, covered = MASKED[name]
+    attention = lf.L2MultiheadAttention(D, H, batch_first=True, **options)
+    x = torch.randn(B, N, D)
+    if covered:
+        expected = attention(x, attn_mask=mask)
+        request.getfixturevalue("unread")
+        for got, want in zip(attention(x, attn_mask=mask), expected, strict=True):
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
+    else:
+        with pytest.raises(ValueError, match="attn_mask"):
+            attention(x, attn_mask=mask)
+        request.getfixturevalue("unread")
+        assert bool(attention(x, attn_mask=mask)[0].isnan().any(-1).any(-1).all())
+
+
+def test_a_hint_stands_for_a_mask_that_is_not_read(unread: None) -> None:
+    attention, x = lf.L2MultiheadAttention(D, H, batch_first=True), torch.randn(B, N, D)
+    out = attention(x, attn_mask=CAUSAL, is_causal=True)[0]
+    assert torch.equal(out, attention(x, is_causal=True)[0])
+
+
+@pytest.mark.parametrize("name", ["causal", "banded", "any", "any, own key hidden"])
+def test_a_compiled_layer_obeys_a_mask_or_gives_nan(name: str) -> None:
+    options, mask, covered = MASKED[name]
+    attention = lf.L2MultiheadAttention(D, H, batch_first=True, **options)
+    x = torch.randn(B, N, D)
+    torch._dynamo.reset()
+    out = torch.compile(attention, fullgraph=True, backend="aot_eager")(x, attn_mask=mask)[0]
+    if covered:
+        torch.testing.assert_close(out, attention(x, attn_mask=mask)[0], rtol=0, atol=1e-6)
+    else:
+        assert bool(out.isnan().any())
 
 
 @pytest.mark.parametrize("batch_first", [True, False])

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import lipformer as lf
@@ -216,6 +217,24 @@ def test_copies_are_alike_and_apart(case: str) -> None:
         next(twin.body.parameters()).add_(1.0)
     assert torch.equal(other(x), model(x))
     assert not torch.equal(twin(x), model(x))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_float16_mixed_training_skips_no_step(variant: str) -> None:
+    """At the scaler's first scale of 65536: a large unit in a gradient would make it overflow."""
+    model = build(variant, dim=32)
+    data = torch.arange(33).remainder(7).repeat(4, 1) + torch.arange(4)[:, None]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    scaler = torch.amp.GradScaler("cpu")
+    for _ in range(14):
+        with torch.autocast("cpu", dtype=torch.float16):
+            logits = model(data[:, :24])
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), data[:, 1:25].flatten())
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 65536.0
 
 
 @pytest.mark.parametrize("case", CASES)
