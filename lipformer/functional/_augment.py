@@ -46,13 +46,13 @@ class Augmented:
 
 
 def _split(x: Tensor, dtype: torch.dtype, units: tuple[float, ...]) -> list[Tensor]:
-    """``x`` as a sum of units times tensors of ``dtype``; the gradient flows through the last."""
+    """``x`` as a sum of units times tensors of ``dtype``; the gradient flows through the last, 1."""
     pieces = []
     for unit in units[:-1]:
-        piece = (x.detach() / unit).to(dtype)
+        piece = (x.detach() / unit if unit != 1.0 else x.detach()).to(dtype)
         pieces.append(piece)
-        x = x - unit * piece.to(x.dtype)
-    return [*pieces, (x / units[-1]).to(dtype)]
+        x = torch.sub(x, piece.to(x.dtype), alpha=unit)
+    return [*pieces, x.to(dtype)]
 
 
 def _norm_units(dtype: torch.dtype) -> tuple[float, ...]:
@@ -78,7 +78,8 @@ def alibi_columns(slopes: Tensor, n: int, dtype: torch.dtype) -> tuple[list[Tens
     if dtype in (torch.bfloat16, torch.float16):
         return [one] * 3, _split(product, dtype, (1.0, 1.0, 1.0))
     high, low = _split(product, dtype, (1.0, 1.0))
-    return [one, -high, one, -low], [high, one, low, one]
+    minus = -one
+    return [one, high, one, low], [high, minus, low, minus]
 
 
 def augment(
@@ -104,7 +105,7 @@ def augment(
     queries, keys = ([], []) if slopes is None else alibi_columns(slopes, z.shape[-2], z.dtype)
     start = len(keys)
     one = z.new_ones(())
-    queries = [*queries, z] + [one * unit for unit in units]
+    queries = [*queries, z] + [one if unit == 1.0 else one * unit for unit in units]
     keys = [*keys, z, *norms]
     width = start + z.shape[-1] + len(norms)
     ones = None

@@ -15,7 +15,6 @@ from lipformer.layers._attention_bound import (
     joint_bound_minimum,
     linf_bound_kim2021,
     linf_bound_lean,
-    positive,
     token_bound_minimum,
 )
 from lipformer.layers._l2_multihead_attention import L2MultiheadAttention
@@ -99,10 +98,10 @@ def attention_bound(layer: L2MultiheadAttention, ask: Ask, head_scale: Tensor | 
     if ask.norm == "linf":
         if layer.positions == "rotary":
             raise ask.refuse("rotations are no isometries in the linf norm", "norm='l2' or 'token'")
-        spreads = layer.constants(head_spreads(layer, ask))
+        spreads = layer.constants(head_spreads(layer, ask), q.device)
         value = linf_bound_lean(q, m, spreads) if head_scale is not None else _linf(layer, q, m, spreads)
     else:
-        gains = layer.constants(head_gains(layer, ask))
+        gains = layer.constants(head_gains(layer, ask), q.device)
         smallest = token_bound_minimum if ask.norm == "token" else joint_bound_minimum
         value = smallest(q, m, gains)
         if head_scale is not None:
@@ -149,31 +148,29 @@ def head_matrices(layer: L2MultiheadAttention, norms: tuple[str, ...]) -> dict[s
     return found
 
 
-def contractive_head_scales(
+def contractive_head_bounds(
     layer: L2MultiheadAttention, asks: list[Ask], norms: dict[str, Tensor]
-) -> Tensor:
-    """Factors on the heads that give the layer constant 1, for each of the questions: (asks, H).
+) -> list[Tensor]:
+    """What the heads are divided by to give the layer constant 1: (H,) for each of the questions.
 
     Args:
         layer: the attention.
         asks: the questions, one for each norm.
         norms: bounds of the norms of :func:`head_matrices`, by name.
     """
-    per_head = layer.constants(
-        tuple(head_spreads(layer, ask) if ask.norm == "linf" else head_gains(layer, ask) for ask in asks)
-    )
-    rows = []
-    for ask, values in zip(asks, per_head, strict=True):
+    bounds = []
+    for ask in asks:
         if ask.norm == "linf":
             q = rearrange(layer.q_proj.weight, "(h d) i -> h d i", h=layer.num_heads)
-            bound = _linf(layer, q, layer.output_matrix(), values).expand(layer.num_heads)
-        else:
-            left = norms["heads"].square().sum().sqrt() if ask.norm == "token" else norms["q"]
-            right = norms["m"] if layer.v_proj is None else norms["m"] + _folding_error(layer)
-            # The factor covers the rounding of these products, and of a float64 product that formed m.
-            bound = left * right * values * (1.0 + 4e-12)
-        rows.append(positive(bound).reciprocal())
-    return torch.stack(rows) if len(rows) > 1 else rows[0].unsqueeze(0)
+            spreads = layer.constants(head_spreads(layer, ask), q.device)
+            bounds.append(_linf(layer, q, layer.output_matrix(), spreads).expand(layer.num_heads))
+            continue
+        left = norms["heads"].square().sum().sqrt() if ask.norm == "token" else norms["q"]
+        right = norms["m"] if layer.v_proj is None else norms["m"] + _folding_error(layer)
+        # The factor covers the rounding of these products, and of a float64 product that formed m.
+        gains = tuple(gain * (1.0 + 4e-12) for gain in head_gains(layer, ask))
+        bounds.append(left * right * layer.constants(gains, left.device))
+    return bounds
 
 
 @register_bound(L2MultiheadAttention)

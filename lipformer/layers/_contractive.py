@@ -16,7 +16,7 @@ from lipformer.layers._attention_bake import bake_attention
 from lipformer.layers._attention_bound import positive
 from lipformer.layers._attention_rule import (
     attention_bound,
-    contractive_head_scales,
+    contractive_head_bounds,
     head_matrices,
 )
 from lipformer.layers._bake import FirstOutput, Scaled, bake_in_place, register_bake, round_down
@@ -124,36 +124,37 @@ class Contractive(Freezable):
     def scales_of(self, norms: list[Tensor]) -> Tensor:
         """:meth:`scales` from the bounds of the norms of :meth:`matrices`."""
         options = self._options(norms)
-        if len(self.norms) == 1:
+        if len(options) == 1:
             return options[0]
-        return options.index_select(0, self._choice(options)).squeeze(0)
+        return torch.stack(options).index_select(0, self._choice(options)).squeeze(0)
 
-    def _options(self, norms: list[Tensor] | None = None) -> Tensor:
-        """The factors for each of the norms, (norms, H) or (norms,)."""
+    def _options(self, norms: list[Tensor] | None = None) -> list[Tensor]:
+        """The factors for each of the norms, (H,) or scalars."""
         matrices = self._matrices()
         found = spectral_norm_bounds(list(matrices.values())) if norms is None else norms
         known = dict(zip(matrices, found, strict=True))
+        margin = max([0.0, *(rounding_margin(p) for p in self.module.parameters())])
+        coeff = self.coeff * (1.0 - margin)
         if isinstance(self.module, L2MultiheadAttention):
             asks = [self._ask(norm) for norm in self.norms]
-            options = contractive_head_scales(self.module, asks, known)
-        else:
-            bounds = [bound_of(self.module, self._ask(norm, known)).value for norm in self.norms]
-            options = positive(self._stacked(bounds)).reciprocal()
-        margin = max([0.0, *(rounding_margin(p) for p in self.module.parameters())])
-        return self.coeff * (1.0 - margin) * options
-
-    def _stacked(self, bounds: list[float | Tensor]) -> Tensor:
-        """Bounds, some of which may be known numbers, as one tensor where the weights are."""
+            bounds = contractive_head_bounds(self.module, asks, known)
+            return [coeff * positive(bound).reciprocal() for bound in bounds]
+        # Where the weights are: a bound may be a number, which is divided by here.
         like = next(self.module.parameters(), torch.empty(()))
-        tensors = [
-            b if isinstance(b, Tensor) else like.new_full((), b, dtype=torch.float64) for b in bounds
-        ]
-        return torch.stack(tensors) if len(tensors) > 1 else tensors[0].unsqueeze(0)
+        options = []
+        for norm in self.norms:
+            bound = bound_of(self.module, self._ask(norm, known)).value
+            if isinstance(bound, Tensor):
+                options.append(coeff * positive(bound).reciprocal())
+            else:
+                factor = coeff / (max(bound, 1e-6) if bound else 1.0)
+                options.append(like.new_full((), factor, dtype=torch.float64))
+        return options
 
     @staticmethod
-    def _choice(options: Tensor) -> Tensor:
+    def _choice(options: list[Tensor]) -> Tensor:
         """The index of the norm that shrinks least, (1,)."""
-        return options.detach().reshape(len(options), -1).mean(-1).argmax(-1, keepdim=True)
+        return torch.stack([option.detach().mean() for option in options]).argmax(0, keepdim=True)
 
     @torch.no_grad()
     def norm_in_use(self) -> str:
@@ -202,7 +203,7 @@ def _(module: Contractive, ask: Ask) -> Bound:
     inner = replace(ask, path=f"{ask.path}.module" if ask.path else "module", seq_len=seq_len)
     options = module._options()
     choice = module._choice(options)
-    scales = options.index_select(0, choice).squeeze(0)
+    scales = torch.stack(options).index_select(0, choice).squeeze(0)
     # Within a forward pass values are read where that is free.
     readable = not tracing() and (choice.device.type == "cpu" or not ask.as_eval)
     divided = module.norms[int(choice)] if readable else " or ".join(module.norms)

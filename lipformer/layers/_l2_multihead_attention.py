@@ -12,13 +12,13 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from lipformer.functional import l2_attention, l2_attention_step, l2_attention_weights
-from lipformer.functional._checks import tracing
 from lipformer.layers import _attention_layout as layout
 from lipformer.layers import _attention_masks as masks
 from lipformer.layers._attention_arguments import check_arguments
 from lipformer.layers._bake import Bakeable
+from lipformer.layers._constants import Constants
 from lipformer.layers._key_cache import KeyCache, extend
-from lipformer.layers._positions import default_slopes, exact_slopes, rotary_angles, rotate, slope_tensor
+from lipformer.layers._positions import default_slopes, exact_slopes, rotary_angles, rotate
 from lipformer.layers._spectral import SpectralLinear
 
 
@@ -155,7 +155,7 @@ class L2MultiheadAttention(Bakeable):
             self.slopes = exact_slopes(
                 default_slopes(num_heads) if slopes is None else slopes, num_heads
             )
-        self._constants: tuple[object, Tensor] | None = None
+        self.constants = Constants()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -330,21 +330,9 @@ class L2MultiheadAttention(Bakeable):
         """A weight as stored, for its dtype: each look at a bounded one computes the bound."""
         return next(self.q_proj.parameters())
 
-    def constants(self, values: tuple[float, ...] | tuple[tuple[float, ...], ...]) -> Tensor:
-        """Numbers as float64 where the weights are; copied there once and not in each pass."""
-        device = self._stored().device
-        held = self._constants
-        if held is not None and held[0] == values and held[1].device == device:
-            return held[1]
-        with torch.inference_mode(False):
-            made = torch.tensor(values, dtype=torch.float64, device=device)
-        if not tracing():
-            self._constants = (values, made)
-        return made
-
     def _slopes(self, y: Tensor) -> Tensor | None:
         """The ALiBi slopes (H,)."""
-        return None if self.slopes is None else slope_tensor(self.slopes, y.device)
+        return None if self.slopes is None else self.constants(self.slopes, y.device, torch.float32)
 
     def _root(self) -> Tensor:
         """sqrt(2 t_h), (H, 1, 1): folded into the weights, so that it costs nothing per token."""

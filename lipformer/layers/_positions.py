@@ -32,17 +32,6 @@ def exact_slopes(slopes: Sequence[float], heads: int) -> tuple[float, ...]:
     return tuple(struct.unpack("f", struct.pack("f", s))[0] for s in given)
 
 
-def slope_tensor(slopes: Sequence[float], device: torch.device) -> Tensor:
-    """Slopes (H,) in float32, made anew from the numbers that the certificate uses.
-
-    On a GPU by filling: a copy from the host would wait for the device, and a buffer would be rounded
-    by ``module.half()`` and lost by ``to_empty``.
-    """
-    if device.type == "cpu":
-        return torch.tensor(slopes, dtype=torch.float32, device=device)
-    return torch.stack([torch.full((), s, dtype=torch.float32, device=device) for s in slopes])
-
-
 def rotary_angles(count: int, width: int, offset: int, device: torch.device) -> tuple[Tensor, Tensor]:
     r"""Cosine and sine (count, width / 2) of :math:`i\,10000^{-2k/d}` for positions offset + i."""
     rate = 10000.0 ** (-torch.arange(0, width, 2, device=device, dtype=torch.float64) / width)

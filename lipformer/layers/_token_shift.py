@@ -76,11 +76,11 @@ class TokenShift(nn.Module):
         if padding is not None:
             shown = shown.masked_fill(padding.unsqueeze(-1), 0.0)
         if cache is None:
-            before = F.pad(shown, (0, 0, 1, 0))
+            before = F.pad(shown, (0, 0, 1, -1))
         else:
-            before = torch.cat([cache.to(shown.dtype), shown], dim=-2)
-        out = torch.cat([own, before[:, :-1]], dim=-1)
-        return layout.unbatched(out, x, batch_first=True), before[:, -1:]
+            before = torch.cat([cache.to(shown.dtype), shown[:, :-1]], dim=-2)
+        out = torch.cat([own, before], dim=-1)
+        return layout.unbatched(out, x, batch_first=True), shown[:, -1:]
 
     def extra_repr(self) -> str:
         return f"{self.dim}, shifted={self.shifted}"

@@ -12,7 +12,8 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from lipformer.certificate import Ask, Bound, register_bound
-from lipformer.layers._positions import exact_slopes, rotary_angles, rotate, slope_tensor
+from lipformer.layers._constants import Constants
+from lipformer.layers._positions import exact_slopes, rotary_angles, rotate
 
 # Keys and values (B, H, T, d) of the tokens seen so far.
 KeyValueCache = tuple[Tensor, Tensor]
@@ -82,6 +83,7 @@ class CausalAttention(nn.Module, ABC):
         self.head_dim = dim // num_heads
         self.positions = positions
         self.dropout = dropout
+        self._constants = Constants()
         self.slopes: tuple[float, ...] | None = None
         if positions == "alibi":
             given = alibi_slopes(num_heads) if slopes is None else slopes
@@ -128,7 +130,8 @@ class CausalAttention(nn.Module, ABC):
         query, key, value = self.operands(q, k, v)
         bias: Tensor | None = None
         if self.slopes is not None:
-            bias = causal_bias(slope_tensor(self.slopes, x.device), q.shape[-2], k.shape[-2], query)
+            slopes = self._constants(self.slopes, x.device, torch.float32)
+            bias = causal_bias(slopes, q.shape[-2], k.shape[-2], query)
         elif seen > 0:
             bias = causal_bias(None, q.shape[-2], k.shape[-2], query)
         heads = F.scaled_dot_product_attention(
