@@ -17,6 +17,11 @@ torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """--device: what tests/gpu runs on."""
+    parser.addoption("--device", choices=("pretend", "cuda"), default="pretend", help="of tests/gpu")
+
+
 @pytest.fixture(autouse=True)
 def _same_start_for_every_test() -> Iterator[None]:
     """Seeds torch, and undoes what a test did to its default dtype and grad mode."""

@@ -9,9 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from lipformer.models import LanguageModelConfig, VisionTransformerConfig
 
 Spec = functools.partial[Any]
+EVERYWHERE = ("pretend", "cuda")
+DRAWN = ("pretend",)  # of what draws random numbers
 new = functools.partial  # new(Class, ...) describes a module; its arguments may be described ones
 
 
@@ -27,7 +31,9 @@ def build(spec: Any) -> Any:
 def described(spec: Any) -> str:
     """The description in words."""
     if not isinstance(spec, functools.partial):
-        return type(spec).__name__ if isinstance(spec, nn.Module | dict) else str(spec)
+        if isinstance(spec, LanguageModelConfig | VisionTransformerConfig):
+            return spec.variant
+        return getattr(spec, "__name__", str(spec))
     given = [*map(described, spec.args), *(f"{n}={described(v)}" for n, v in spec.keywords.items())]
     return f"{spec.func.__name__}({', '.join(given)})"
 
@@ -67,7 +73,7 @@ class Case:
         named: draw keyword arguments.
         call: what is run, (module, *inputs, **named) -> tensors, numbers or containers of them.
         trains: backward is run too, and neither may make the host wait.
-        draws: numbers, so that only the pretend GPU, which draws as the CPU does, has equal results.
+        compared: the devices whose numbers must be the CPU's. The pretend GPU draws as the CPU does.
         says: stands for the name of `call`.
     """
 
@@ -76,7 +82,7 @@ class Case:
     named: dict[str, Any] = field(default_factory=dict)
     call: Callable[..., Any] = _forward
     trains: bool = True
-    draws: bool = False
+    compared: tuple[str, ...] = EVERYWHERE
     says: str = ""
 
     @property

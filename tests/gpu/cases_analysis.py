@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 import lipformer as lf
 from lipformer import analysis, functional
-from tests.gpu.case import Case, by_name, new, padding, tokens
+from lipformer.analysis._local import METHODS
+from tests.gpu.case import DRAWN, Case, by_name, new, padding, tokens
 from tests.gpu.cases_flows import seeded
-from tests.gpu.cases_layers import causal_mask
 
 
 def heads() -> Tensor:
@@ -43,87 +43,79 @@ def encoder() -> nn.Module:
     return nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
 
 
-class Function(nn.Module):
-    """A function as a module, to be described."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(*args, **kwargs)
-
-
 ATTENTION = new(nn.MultiheadAttention, 8, 2, batch_first=True)
+# What is called with attention, tokens (B, N, D) and weights (N,).
 CALLS: dict[str, Callable[..., Any]] = {
-    "adversarial_measure": lambda m, x: analysis.adversarial_measure(m, 1.0)[0],
-    "adversarial_tokens": lambda m, x: analysis.adversarial_tokens(m, 4, 1.0),
-    "attention_maps": lambda m, x: analysis.attention_maps(m)(x.double()),
-    "ball_bound": lambda m, x: [analysis.ball_bound(m, 6, 1.0, causal=c) for c in (False, True)],
-    "ball_lower_bound": lambda m, x: analysis.ball_lower_bound(m, 6, 1.0),
-    "jasmin_loss": lambda m, x: analysis.jasmin_loss(m, x),
-    "local_bound": lambda m, x: [
-        analysis.local_bound(m, x, method=method) for method in ("min", *analysis._local.METHODS)
+    "adversarial_measure": lambda m, x, a: analysis.adversarial_measure(m, 1.0)[0],
+    "adversarial_tokens": lambda m, x, a: analysis.adversarial_tokens(m, 4, 1.0),
+    "attention_maps": lambda m, x, a: analysis.attention_maps(m)(x.double()),
+    "ball_bound": lambda m, x, a: [analysis.ball_bound(m, 6, 1.0, causal=c) for c in (False, True)],
+    "ball_lower_bound": lambda m, x, a: analysis.ball_lower_bound(m, 6, 1.0),
+    "jasmin_loss": lambda m, x, a: analysis.jasmin_loss(m, x),
+    "local_bound": lambda m, x, a: [
+        analysis.local_bound(m, x, method=method) for method in ("min", *METHODS)
     ],
-    "lofast_bound": lambda m, x: analysis.lofast_bound(m, x, 0.1),
-    "mean_field_bound": lambda m, x: analysis.mean_field_bound(m, 1.0),
-    "mean_field_lower_bound": lambda m, x: analysis.mean_field_lower_bound(m, 1.0),
+    "lofast_bound": lambda m, x, a: analysis.lofast_bound(m, x, 0.1),
+    "mean_field_bound": lambda m, x, a: analysis.mean_field_bound(m, 1.0),
+    "mean_field_lower_bound": lambda m, x, a: analysis.mean_field_lower_bound(m, 1.0),
     "measure_attention": lambda m, x, a: analysis.measure_attention(m, x, a),
     "measure_gain": lambda m, x, a: analysis.measure_gain(m, x, a),
-    "measure_gain_estimate": lambda m, x, a: analysis.measure_gain_estimate(
-        m, x[0], a, generator=seeded(x)
-    ),
     "split_gain": lambda m, x, a: analysis.split_gain(m, x, a),
     "split_attack": lambda m, x, a: analysis.split_attack(m, x[0], a).gain,
 }
-OTHERS = [
-    Case(new(encoder), says="layer_gains", trains=False, call=lambda m, x: [
-        row.gain for row in analysis.layer_gains(m, x, generator=seeded(x)).rows
-    ]),
-    Case(new(encoder), says="probe_attention", trains=False, call=lambda m, x: [
-        probe(probe.tokens) for probe in analysis.probe_attention(m.eval(), x[0])
-    ]),
-    Case(new(nn.LayerNorm, 8), says="layer_norm_radius", trains=False, call=lambda m, x: (
-        analysis.layer_norm_radius(m)
-    )),
-    Case(new(nn.Sequential, new(lf.CenterNorm, 8), new(nn.Linear, 8, 8)), says="perturbation_bound",
-         trains=False, call=lambda m, x: analysis.perturbation_bound(m, x, 0.1)),
-]  # fmt: skip
-FUNCTIONS = [
-    *(
-        Case(new(Function, functional.l2_attention), (heads,), given, says=f"l2_attention {i}")
-        for i, given in enumerate(
-            [
-                {},
-                {"is_causal": True, "slopes": slopes, "scale": temperature},
-                {"is_causal": True, "window": 2, "key_padding_mask": padding},
-                {"bias": bias, "scale": 0.5},
-            ]
-        )
-    ),
-    *(
-        Case(new(Function, functional.l2_attention_weights), (heads,), given, says=f"l2_attention_weights {i}")
-        for i, given in enumerate([{}, {"is_causal": True, "slopes": slopes}, {"bias": bias}])
-    ),
-    Case(
-        new(Function, functional.l2_attention_step), (heads,), {"queries": 2, "slopes": slopes},
-        says="l2_attention_step",
-    ),
-    *(
-        Case(new(Function, functional.spectral_norm_bound), (tokens,), {"method": m}, says="spectral_norm_bound",
-             trains=m != "svd")
-        for m in ("cholesky", "gram", "svd")
-    ),
-    Case(new(Function, functional.l2_gain), (lambda: 6,), {"bias": bias}, says="l2_gain", trains=False),
-]  # fmt: skip
+
+
+def measure_gain_estimate(attn: Any, x: Tensor, weights: Tensor) -> Tensor:
+    return analysis.measure_gain_estimate(attn, x[0], weights, generator=seeded(x))
+
+
+def layer_gains(model: Any, x: Tensor) -> list[float]:
+    return [row.gain for row in analysis.layer_gains(model, x, generator=seeded(x)).rows]
+
+
+def probe_attention(model: Any, x: Tensor) -> list[Tensor]:
+    return [probe(probe.tokens) for probe in analysis.probe_attention(model.eval(), x[0])]
+
+
+def layer_norm_radius(norm: Any, x: Tensor) -> float:
+    return analysis.layer_norm_radius(norm)
+
+
+def perturbation_bound(module: Any, x: Tensor) -> Any:
+    return analysis.perturbation_bound(module, x, 0.1)
+
+
+ATTENTIONS: list[dict[str, Any]] = [
+    {},
+    {"is_causal": True, "slopes": slopes, "scale": temperature},
+    {"is_causal": True, "window": 2, "key_padding_mask": padding},
+    {"bias": bias, "scale": 0.5},
+]
 ANALYSIS = by_name(
     [
         *(
-            Case(ATTENTION, (tokens, weights) if call.__code__.co_argcount == 3 else (tokens,), {}, call,
-                 says=name, trains=False)
+            Case(ATTENTION, (tokens, weights), {}, call, trains=False, says=name)
             for name, call in CALLS.items()
         ),
-        *OTHERS,
-        *FUNCTIONS,
+        Case(ATTENTION, (tokens, weights), {}, measure_gain_estimate, trains=False, compared=DRAWN),
+        Case(new(encoder), call=layer_gains, trains=False, compared=DRAWN),
+        Case(new(encoder), call=probe_attention, trains=False),
+        Case(new(nn.LayerNorm, 8), call=layer_norm_radius, trains=False),
+        Case(
+            new(nn.Sequential, new(lf.CenterNorm, 8), new(nn.Linear, 8, 8)),
+            call=perturbation_bound,
+            trains=False,
+        ),
+        *(Case(functional.l2_attention, (heads,), named) for named in ATTENTIONS),
+        *(
+            Case(functional.l2_attention_weights, (heads,), named)
+            for named in ({}, {"is_causal": True, "slopes": slopes}, {"bias": bias})
+        ),
+        Case(functional.l2_attention_step, (heads,), {"queries": 2, "slopes": slopes}),
+        *(
+            Case(functional.spectral_norm_bound, (tokens,), {"method": method}, trains=method != "svd")
+            for method in ("cholesky", "gram", "svd")
+        ),
+        Case(functional.l2_gain, (lambda: 6,), {"bias": bias}, trains=False),
     ]
-)  # fmt: skip
+)

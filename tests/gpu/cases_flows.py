@@ -10,13 +10,18 @@ from torch.distributions import Normal
 
 import lipformer as lf
 from lipformer import flows
-from tests.gpu.case import Case, by_name, new, padding
+from tests.gpu.case import DRAWN, Case, by_name, new, padding
 from tests.gpu.cases_layers import attention
 
 CAUSAL = attention(causal=True, positions="alibi", value_proj=False)
 UNMASKED = attention(causal=False, max_len=6)
 FEED_FORWARD = new(lf.FeedForward, 8, 16)
 PADDED: dict[str, Any] = {"key_padding_mask": padding}
+
+
+def generator() -> torch.Generator:
+    """Where modules are built: on the CPU."""
+    return torch.Generator().manual_seed(0)
 
 
 def seeded(x: Tensor) -> torch.Generator:
@@ -105,7 +110,11 @@ BLOCKS = [
     residual(FEED_FORWARD),
     residual(new(nn.Sequential, new(lf.TokenShift, 8), CAUSAL), mode="causal"),
 ]
-TOKEN_MAPS = [new(flows.ActNorm, 8), new(flows.InvertibleLinear, 8), new(flows.Permutation, 8)]
+TOKEN_MAPS = [
+    new(flows.ActNorm, 8),
+    new(flows.InvertibleLinear, 8),
+    new(flows.Permutation, 8, generator=new(generator)),
+]
 FLOWS_OF = [
     flow(),
     flow(mode="causal", seq_len=None, coeff=0.8),
@@ -130,26 +139,28 @@ FLOWS = by_name(
         ),
         *(Case(BLOCKS[i], call=inverse_step, trains=False) for i in (0, 5)),
         *(
-            Case(block, call=forward_and_log_det, named={"method": method, **mask})
+            Case(block, call=forward_and_log_det, named={"method": method, **mask}, compared=DRAWN)
             for block, methods in METHODS
             for method in methods
             for mask in ({}, PADDED)
         ),
         *(
-            Case(block, call=inverse_and_log_det, named={"method": method}, trains=False)
+            Case(block, call=inverse_and_log_det, named={"method": method}, trains=False, compared=DRAWN)
             for block, methods in METHODS
             for method in methods
         ),
         *(Case(block, call=forward_and_log_det) for block in TOKEN_MAPS),
-        *(Case(made, call=log_prob, named=mask) for made in FLOWS_OF for mask in ({}, PADDED)),
-        Case(FLOWS_OF[0], call=log_prob, named={"method": "exact"}),
-        Case(FLOWS_OF[0], call=log_prob, named={"method": "series"}),
-        *(Case(made, call=sample, trains=False) for made in FLOWS_OF),
-        Case(FLOWS_OF[1], call=sample, named=PADDED, trains=False),
-        Case(FLOWS_OF[1], call=initialized, trains=False),
         *(
-            Case(BLOCKS[1], call=call, trains=False)
-            for call in (inverse_gain, residual_log_det, solved, transformed)
+            Case(made, call=log_prob, named=mask, compared=DRAWN)
+            for made in FLOWS_OF
+            for mask in ({}, PADDED)
         ),
+        Case(FLOWS_OF[0], call=log_prob, named={"method": "exact"}),
+        Case(FLOWS_OF[0], call=log_prob, named={"method": "series"}, compared=DRAWN),
+        *(Case(made, call=sample, trains=False, compared=DRAWN) for made in FLOWS_OF),
+        Case(FLOWS_OF[1], call=sample, named=PADDED, trains=False, compared=DRAWN),
+        Case(FLOWS_OF[1], call=initialized, trains=False),
+        *(Case(BLOCKS[1], call=call, trains=False) for call in (residual_log_det, solved, transformed)),
+        Case(BLOCKS[1], call=inverse_gain, trains=False, compared=DRAWN),
     ]
 )

@@ -20,9 +20,9 @@ from lipformer.models import (
     VisionTransformer,
     VisionTransformerConfig,
 )
-from tests.gpu.case import Case, by_name, new
+from tests.gpu.case import DRAWN, EVERYWHERE, Case, by_name, new
 from tests.gpu.cases_flows import seeded
-from tests.gpu.cases_layers import CONTRACTIVE, attention
+from tests.gpu.cases_layers import attention
 from tests.models import variants
 
 
@@ -77,7 +77,7 @@ def estimate(module: Any, x: Tensor, norm: str) -> float:
 
 
 def attack(module: Any, x: Tensor, norm: str) -> float:
-    options: dict[str, Any] = {"steps": 2, "restarts": 2, "generator": seeded(x)}
+    options: dict[str, Any] = {"steps": 1, "restarts": 1, "generator": seeded(x)}
     return lf.attack_lipschitz(module, x[:1], norm=norm, **options).value
 
 
@@ -103,7 +103,7 @@ def vision(variant: str, **options: Any) -> Any:
     return new(VisionTransformer, VisionTransformerConfig(variant, 8, 1, 4, classes=3, dim=8, **options))
 
 
-CAUSAL_OPTIONS: list[dict[str, Any]] = [{}, {"positions": "rotary"}, {"positions": None, "slopes": None}]
+RESIDUAL = new(lf.Residual, attention(causal=True, positions="alibi", value_proj=False))
 VISION = {
     "l2": vision("l2", num_layers=1),
     "l2 pooled": vision("l2", num_layers=1, pooling="mean", readout=4, mean=(0.5,), std=(0.2,)),
@@ -116,9 +116,17 @@ MODELS = by_name(
             new(LanguageModel, LanguageModelConfig("invertible", 11, 16, 2, 1, dropout=0.1)),
             (text,),
             call=loss,
+            compared=DRAWN,
         ),
         *(
-            Case(_language(name), (text,), {"temperature": t, "use_cache": c}, generate, trains=False)
+            Case(
+                _language(name),
+                (text,),
+                {"temperature": t, "use_cache": c},
+                generate,
+                trains=False,
+                compared=DRAWN if t else EVERYWHERE,
+            )
             for name in variants.CASES
             for t, c in ((0.0, True), (1.0, True), (1.0, False))
             if c or name in lf.models.VARIANTS
@@ -135,7 +143,10 @@ MODELS = by_name(
             for kind in (DotProductAttention, UntiedL2Attention)
             for options in ({}, {"positions": "rotary"}, {"positions": None}, {"slopes": [0.5, 0.25]})
         ),
-        *(Case(new(kind, 8, 2, dropout=0.2)) for kind in (DotProductAttention, UntiedL2Attention)),
+        *(
+            Case(new(kind, 8, 2, dropout=0.2), compared=DRAWN)
+            for kind in (DotProductAttention, UntiedL2Attention)
+        ),
         Case(new(DotProductSelfAttention, 8, 2)),
         Case(new(DotProductSelfAttention, 8, 2, logit_coeff=1.0, value_coeff=1.0)),
         *(Case(spec, (image,), says=name) for name, spec in VISION.items()),
@@ -149,8 +160,7 @@ MODELS = by_name(
             for n in ("l2", "dot_product")
         ),
         *(
-            Case(spec, call=call, named={"norm": norm}, trains=False)
-            for spec in (CONTRACTIVE, new(lf.FeedForward, 8, 16))
+            Case(RESIDUAL, call=call, named={"norm": norm}, trains=False, compared=DRAWN)
             for call in (estimate, attack)
             for norm in ("l2", "token", "linf", "self")
         ),

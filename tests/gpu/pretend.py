@@ -383,7 +383,7 @@ def _pin_memory(t: Tensor, device: Any = None) -> Tensor:
 
 
 class _OfStorages:
-    """Methods of UntypedStorage that know the device: copy.deepcopy, torch.save and torch.load call them."""
+    """Methods of UntypedStorage that know the device: for copy.deepcopy, torch.save and torch.load."""
 
     original_to = torch.UntypedStorage.to
     original_cpu = torch.UntypedStorage.cpu

@@ -1,0 +1,16 @@
+"""Functions of analysis and functional, on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.gpu.cases_analysis import ANALYSIS
+from tests.gpu.results import results
+
+
+@pytest.mark.parametrize("name", ANALYSIS)
+def test_on_the_device(name: str, device: str) -> None:
+    """As on the CPU, with gradients; and the host never waits in training."""
+    found = results("analysis", device)[name]
+    assert found["error"] is None
+    assert found["reads"] == []

@@ -1,0 +1,16 @@
+"""Layers with every option, on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.gpu.cases_layers import LAYERS
+from tests.gpu.results import results
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_on_the_device(name: str, device: str) -> None:
+    """As on the CPU, with gradients; and the host never waits in training."""
+    found = results("layers", device)[name]
+    assert found["error"] is None
+    assert found["reads"] == []
