@@ -12,6 +12,8 @@ from lipformer.certificate._jacobian_products import differentiable_kernels
 from lipformer.flows._log_det_causal import causal_log_det, check_causal, supports_causal
 from lipformer.flows._log_det_exact import exact_log_det
 from lipformer.flows._log_det_series import (
+    Terms,
+    all_terms,
     default_terms,
     round_up,
     signs,
@@ -20,7 +22,7 @@ from lipformer.flows._log_det_series import (
     weighted_series,
 )
 from lipformer.flows._pullback import masked_branch
-from lipformer.flows._roulette import EXACT_TERMS, draw_counts, roulette_weights
+from lipformer.flows._roulette import EXACT_TERMS, roulette_terms
 from lipformer.layers import Contractive, L2MultiheadAttention, frozen
 from lipformer.layers import _attention_layout as layout
 
@@ -131,18 +133,17 @@ def _estimate(
 ) -> LogDet:
     """ "series" or "roulette": they differ in the weights of the terms and in what can be promised."""
     if method == "series":
-        count = default_terms(rate) if terms is None else terms
-        weights = torch.ones(count, len(x))
+        drawn = all_terms(default_terms(rate) if terms is None else terms, x)
     else:
-        exact = EXACT_TERMS if terms is None else terms
-        weights = roulette_weights(draw_counts(len(x), rate, exact, generator), rate, exact)
-    value = _mean_of_probes(branch, out, x, padding, weights, generator, probes, gradient)
+        drawn = roulette_terms(x, rate, EXACT_TERMS if terms is None else terms, generator)
+    count = len(drawn.weights)
+    value = _mean_of_probes(branch, out, x, padding, drawn, generator, probes, gradient)
     if method == "roulette":
-        return LogDet(value, None, len(weights))
-    tokens = torch.full((len(x),), x.shape[1]) if padding is None else (~padding).sum(-1)
-    dimensions = tokens.to(x.device, torch.float64) * x.shape[2]
-    bound = round_up(truncation_error(rate, len(weights)) * dimensions, value.dtype)
-    return LogDet(value, bound, len(weights))
+        return LogDet(value, None, count)
+    valid = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if padding is None else ~padding
+    dimensions = valid.sum(-1).double() * x.shape[2]
+    bound = round_up(truncation_error(rate, count) * dimensions, value.dtype)
+    return LogDet(value, bound, count)
 
 
 def _mean_of_probes(
@@ -150,7 +151,7 @@ def _mean_of_probes(
     out: Tensor,
     x: Tensor,
     padding: Tensor | None,
-    weights: Tensor,
+    terms: Terms,
     generator: torch.Generator | None,
     probes: int,
     gradient: bool,
@@ -166,7 +167,7 @@ def _mean_of_probes(
 
     estimates = [
         weighted_series(
-            out, x, signs(out, generator), weights, ramp=ramp, restrict=restrict, gradient=gradient
+            out, x, signs(out, generator), terms, ramp=ramp, restrict=restrict, gradient=gradient
         )
         for _ in range(probes)
     ]

@@ -8,7 +8,8 @@ Source: docs/theory, section 6.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,11 +67,33 @@ def token_ramp(x: Tensor) -> Tensor:
     return torch.exp2(growth * place)[:, None].to(x.dtype)
 
 
+class Terms(NamedTuple):
+    """The terms of the series: the host knows how many, the device which sample has which.
+
+    So the loop over the terms neither reads from the device nor copies to it.
+
+    Attributes:
+        weights: c_k for each term k.
+        running: the number of samples that have term k; it never grows.
+        rank: (B,) a permutation: sample b has term k if rank[b] < running[k].
+    """
+
+    weights: Sequence[float]
+    running: Sequence[int]
+    rank: Tensor
+
+
+def all_terms(count: int, like: Tensor) -> Terms:
+    """``count`` terms of weight one for every sample of ``like`` (B, *)."""
+    batch = len(like)
+    return Terms([1.0] * count, [batch] * count, torch.arange(batch, device=like.device))
+
+
 def weighted_series(
     out: Tensor,
     x: Tensor,
     probe: Tensor,
-    weights: Tensor,
+    terms: Terms,
     *,
     ramp: Tensor | None = None,
     restrict: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None,
@@ -88,8 +111,7 @@ def weighted_series(
         out: f(x) (B, T, D), in a graph that x is in.
         x: (B, T, D).
         probe: v (B, T, D).
-        weights: c_k, (n, B): of term k in each sample, zero once the sample has stopped. On the CPU,
-            where reading them waits for no GPU.
+        terms: c_k, zero in a sample that has stopped.
         ramp: D of :func:`token_ramp`, (T, 1): J is replaced by D^-1 J D.
         restrict: evaluates f for the samples of an index (b,) alone and returns their f(x) and x. It
             is called whenever half of the samples have stopped, which then cost no more.
@@ -97,24 +119,22 @@ def weighted_series(
     """
     scale = torch.ones((), dtype=x.dtype, device=x.device) if ramp is None else ramp
     wide = torch.promote_types(x.dtype, torch.float32)
-    lengths = (weights != 0).sum(0)
-    running = torch.arange(len(x))
-    row = running.to(x.device)
-    alternating = 1 - 2 * (torch.arange(len(weights)) % 2)
-    signed = (alternating[:, None] * weights).to(x.device, wide)
+    longest = terms.rank.argsort()
+    row = torch.arange(len(x), device=x.device)
     here, at, power = out, x, probe
     mixed = torch.zeros_like(probe)
     total = torch.zeros(len(x), dtype=wide, device=x.device)
-    for k, weight in enumerate(signed, start=1):
-        going = lengths[running] >= k
-        if restrict is not None and 2 * int(going.sum()) <= len(running):
-            running, power = running[going], power[going.to(x.device)]
-            row = running.to(x.device)
+    for k, (weight, running) in enumerate(zip(terms.weights, terms.running, strict=True), start=1):
+        if restrict is not None and 2 * running <= len(row):
+            # Once restricted, the samples stand in the order in which they stop.
+            power = power[longest[:running]] if len(row) == len(x) else power[:running]
+            row = longest[:running]
             here, at = restrict(row)
+        signed = (terms.rank[row] < running).to(wide) * (weight if k % 2 else -weight)
         if gradient:
-            mixed.index_add_(0, row, weight[row, None, None].to(mixed.dtype) * power)
+            mixed.index_add_(0, row, signed[:, None, None].to(mixed.dtype) * power)
         power = scale * pull(here, at, power / scale)
-        total.index_add_(0, row, weight[row] / k * _inner(probe[row], power))
+        total.index_add_(0, row, signed / k * _inner(probe[row], power))
     if not gradient:
         return total
     surrogate = _inner(probe, scale * pull(out, x, mixed / scale, create_graph=True))

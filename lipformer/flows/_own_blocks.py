@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lipformer.flows._own_attention import push_attention
 from lipformer.flows._pullback import pull, pull_all
+from lipformer.functional._checks import values_readable
 from lipformer.layers import (
     BallProjection,
     CenterNorm,
@@ -147,7 +148,7 @@ def _push_causal(
     """One backward pass for each output feature of each token.
 
     The way of last resort, T times the cost of a token-wise module. What the module says of itself is
-    checked: later tokens must have no influence.
+    checked: later tokens must have no influence. Where values are not read (on a GPU), they give NaN.
     """
     out, point, tracked = _evaluated(module, x, padding)
     place = torch.arange(x.shape[1], device=x.device)
@@ -155,7 +156,10 @@ def _push_causal(
     for i in range(x.shape[1]):
         one_token = (_features(out) * (place == i)[:, None]).expand(-1, *out.shape)
         rows = pull_all(out, point, one_token, create_graph=tracked)
-        if bool((rows[:, :, i + 1 :] != 0).any()):
+        moved = (rows[:, :, i + 1 :] != 0).any()
+        if not values_readable(moved):
+            rows = rows.masked_fill(moved, torch.nan)
+        elif bool(moved):
             raise ValueError(
                 f"{type(module).__name__} says causal=True, but a later token moves its token {i}: "
                 "use method 'series', 'roulette' or 'exact'"

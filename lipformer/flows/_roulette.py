@@ -11,6 +11,8 @@ import math
 import torch
 from torch import Tensor
 
+from lipformer.flows._log_det_series import Terms
+
 EXACT_TERMS = 2
 
 
@@ -49,17 +51,31 @@ def draw_counts(batch: int, rate: float, exact: int, generator: torch.Generator 
     return exact + (torch.log1p(-uniform) / math.log(continuation(rate))).floor().long()
 
 
-def roulette_weights(counts: Tensor, rate: float, exact: int) -> Tensor:
-    r""":math:`c_k = 1[n \ge k] / P(n \ge k)`, of mean one for every k.
+def roulette_weight(k: int, rate: float, exact: int) -> float:
+    r""":math:`c_k = 1 / P(n \ge k)`: with it term k has mean one, being left out where n < k.
 
     Args:
-        counts: n of each sample, (B,).
+        k: the term, from 1.
         rate: L.
         exact: m.
-
-    Returns:
-        (max n, B) float64, the weight of term k in row k - 1.
     """
-    k = torch.arange(1, (int(counts.max()) if len(counts) else exact) + 1)[:, None]
-    log_reached = math.log(continuation(rate)) * (k - exact).clamp_min(0).double()
-    return torch.exp(-log_reached).where(counts >= k, 0.0)
+    return continuation(rate) ** -max(0, k - exact)
+
+
+def roulette_terms(like: Tensor, rate: float, exact: int, generator: torch.Generator | None) -> Terms:
+    """A random number of terms for each sample of ``like`` (B, *).
+
+    The host draws the numbers and sorts them, the device draws which sample gets which.
+
+    Args:
+        like: gives B and the device.
+        rate: L.
+        exact: m.
+        generator: of both draws; torch's default ones if None.
+    """
+    counts = draw_counts(len(like), rate, exact, generator)
+    most = int(counts.max()) if len(counts) else exact
+    running = (counts >= torch.arange(1, most + 1)[:, None]).sum(1).tolist()
+    device = like.device if generator is None else generator.device
+    rank = torch.randperm(len(like), generator=generator, device=device).to(like.device)
+    return Terms([roulette_weight(k, rate, exact) for k in range(1, most + 1)], running, rank)

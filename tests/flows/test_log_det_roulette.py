@@ -11,7 +11,13 @@ from torch import Tensor, nn
 import lipformer as lf
 from lipformer.flows import _log_det, _log_det_series, residual_log_det
 from lipformer.flows._pullback import pull
-from lipformer.flows._roulette import EXACT_TERMS, continuation, draw_counts, roulette_weights
+from lipformer.flows._roulette import (
+    EXACT_TERMS,
+    continuation,
+    draw_counts,
+    roulette_terms,
+    roulette_weight,
+)
 from tests.flows.log_det_oracles import attention, gradients, log_det_oracle, smooth_feed_forward
 
 
@@ -45,8 +51,9 @@ class TestWeights:
         n = torch.arange(EXACT_TERMS, most + 1)
         probability = q ** (n - EXACT_TERMS).double() * (1 - q)
         probability[-1] /= 1 - q  # n >= most: all those weigh the first ``most`` terms alike
-        weights = roulette_weights(n, rate, EXACT_TERMS)
-        torch.testing.assert_close(weights @ probability, torch.ones(most), rtol=1e-12, atol=0)
+        for k in range(1, most + 1):
+            reached = probability[n >= k].sum().item()
+            assert roulette_weight(k, rate, EXACT_TERMS) * reached == pytest.approx(1.0, rel=1e-12)
 
     @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
     def test_counts_have_the_stated_distribution(self, rate: float) -> None:
@@ -66,9 +73,19 @@ class TestWeights:
 
     def test_weighted_terms_never_grow(self) -> None:
         rate = 0.9
-        weights = roulette_weights(torch.tensor([300]), rate, EXACT_TERMS)[:, 0]
-        sizes = weights * rate ** torch.arange(1, 301)
-        assert bool((sizes <= rate * (1 + 1e-9)).all())
+        for k in range(1, 301):
+            assert roulette_weight(k, rate, EXACT_TERMS) * rate**k <= rate * (1 + 1e-9)
+
+    def test_each_sample_is_as_likely_to_go_on_as_any_other(self) -> None:
+        """The host sorts the numbers of terms; the permutation makes them independent again."""
+        generator, draws = torch.Generator().manual_seed(0), 4000
+        reached = torch.zeros(5)
+        for _ in range(draws):
+            terms = roulette_terms(torch.empty(5), 0.9, EXACT_TERMS, generator)
+            running = terms.running[6] if len(terms.running) > 6 else 0
+            reached += terms.rank < running
+        p = 0.9 ** (7 - EXACT_TERMS)
+        assert bool(((reached / draws - p).abs() <= 4 * math.sqrt(p * (1 - p) / draws)).all())
 
     @pytest.mark.parametrize("rate", [0.0, 1.0, 1.5])
     def test_other_rates_are_refused(self, rate: float) -> None:

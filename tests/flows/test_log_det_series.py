@@ -12,6 +12,7 @@ import lipformer as lf
 from lipformer.certificate._jacobian_products import differentiable_kernels
 from lipformer.flows import LogDet, residual_log_det
 from lipformer.flows._log_det_series import (
+    all_terms,
     default_terms,
     signs,
     token_ramp,
@@ -59,9 +60,9 @@ def mean_over_all_probes(branch: nn.Module, x: Tensor, terms: int, *, ramp: bool
         point = x.expand(len(probes), *x.shape)
         point = point if point.requires_grad else point.detach().requires_grad_()
         out = masked_branch(branch, point, None)
-        weights = torch.ones(terms, len(probes))
         scale = token_ramp(point) if ramp else None
-        return weighted_series(out, point, probes, weights, ramp=scale, gradient=True).mean()
+        every = all_terms(terms, probes)
+        return weighted_series(out, point, probes, every, ramp=scale, gradient=True).mean()
 
 
 def truncated_oracle(branch: nn.Module, x: Tensor, terms: int) -> Tensor:

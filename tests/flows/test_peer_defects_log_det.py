@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import lipformer as lf
 from lipformer.certificate._jacobian_products import differentiable_kernels
 from lipformer.flows import residual_log_det
-from lipformer.flows._log_det_series import signs, weighted_series
+from lipformer.flows._log_det_series import Terms, signs, weighted_series
 from lipformer.flows._pullback import masked_branch
 from lipformer.flows._roulette import continuation
 from tests.flows.log_det_oracles import attention, log_det_oracle, smooth_feed_forward
@@ -90,23 +90,24 @@ class TestMemorySavingGradient:
     def test_each_sample_has_its_own_weight(self) -> None:
         branch, x = block(), torch.randn(3, 3, 2)
         probe = signs(x, None)
-        # Roulette's weights of three samples that stopped after 2, 5 and 3 terms.
+        # Roulette's weights, and three samples that stopped after 2, 5 and 3 terms.
         counts = torch.tensor([2, 5, 3])
-        k = torch.arange(1, 6)[:, None]
-        weights = (counts >= k) / 0.6 ** (k - 2).clamp_min(0)
+        weights = [0.6 ** -max(0, k - 2) for k in range(1, 6)]
         outer = torch.tensor([1.0, -2.0, 0.5])  # and their weights in a loss
 
-        def gradient(rows: slice, term_weights: Tensor) -> Tensor:
+        def gradient(rows: slice, counts: Tensor) -> Tensor:
+            running = [int((counts >= k).sum()) for k in range(1, 6)]
+            terms = Terms(weights, running, (-counts).argsort().argsort())
             with differentiable_kernels():
                 point = x[rows].clone().requires_grad_()
                 out = masked_branch(branch, point, None)
-                value = weighted_series(out, point, probe[rows], term_weights, gradient=True)
+                value = weighted_series(out, point, probe[rows], terms, gradient=True)
                 return torch.autograd.grad((outer[rows] * value).sum(), point)[0]
 
-        together = gradient(slice(None), weights)
-        alone = [gradient(slice(b, b + 1), weights[:, b : b + 1]) for b in range(3)]
+        together = gradient(slice(None), counts)
+        alone = [gradient(slice(b, b + 1), counts[b : b + 1]) for b in range(3)]
         torch.testing.assert_close(together, torch.cat(alone), rtol=1e-10, atol=1e-12)
-        firsts = gradient(slice(None), weights[:, :1].expand(-1, 3))
+        firsts = gradient(slice(None), counts[:1].expand(3))
         assert (firsts - together)[1].abs().max() > 1e-3  # the control
 
 
