@@ -8,11 +8,12 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import ProgressBar, RichProgressBar
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
 
 from recipes.output import usable_directory
+from training.progress import Progress
 from training.safety import terminated_is_told
 
 TRAINER: dict[str, Any] = {
@@ -25,14 +26,6 @@ TRAINER: dict[str, Any] = {
     # The report keeps the last weights, in a run of any length.
     "enable_checkpointing": False,
 }
-
-
-class Progress(RichProgressBar):
-    """Lightning's progress bar; not that of training.cli, whose imports would slow every recipe down."""
-
-    def _get_train_description(self, current_epoch: int) -> str:
-        """Without the number of epochs, which is -1 in runs of a number of steps."""
-        return f"Epoch {current_epoch}"
 
 
 class RecipeCLI(LightningCLI):
