@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 import torch
@@ -29,7 +29,13 @@ TRAINER: dict[str, Any] = {
 
 
 class RecipeCLI(LightningCLI):
-    """fit, validate and test, with CSV logs beside the rest of the output."""
+    """fit, validate and test, with CSV logs beside the rest of the output.
+
+    Attributes:
+        loss: what the module logs its training loss as.
+    """
+
+    loss: ClassVar[str]
 
     def __init__(
         self,
@@ -69,7 +75,7 @@ class RecipeCLI(LightningCLI):
         if settings["enable_progress_bar"] is not False and not any(
             isinstance(callback, ProgressBar) for callback in given
         ):
-            kwargs["callbacks"] = [*given, Progress()]
+            kwargs["callbacks"] = [*given, Progress(self.loss)]
         return super().instantiate_trainer(**kwargs)
 
 

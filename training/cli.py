@@ -115,7 +115,7 @@ class TrainingCLI(LightningCLI):
         plugins = list(plugins) if isinstance(plugins, (list, tuple)) else [plugins]
         extra: list[L.Callback] = [Throughput()]
         if config.get("enable_progress_bar") is not False and not _has(given, ProgressBar):
-            extra.append(Progress())
+            extra.append(Progress("train/nats"))
         if self.subcommand != "fit":
             kwargs.setdefault("logger", False)
             kwargs.setdefault("enable_checkpointing", False)

@@ -236,7 +236,7 @@ class LanguageModule(L.LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """The mean over the symbols of all processes, once their gradients are averaged."""
         loss = self.nats(batch) / batch.symbols
-        self.log("train/nats", loss, prog_bar=True, sync_dist=True)
+        self.log("train/nats", loss, sync_dist=True)
         self.log("train/bits", loss.detach() / math.log(2.0), sync_dist=True)
         return loss
 

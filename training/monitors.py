@@ -99,8 +99,10 @@ class CertificateMonitor(L.Callback):
         if not self.enabled or trainer.sanity_checking:
             return
         assert isinstance(pl_module, LanguageModule)
-        tokens = pl_module.data.judged_tokens(self.length).to(pl_module.device)
+        tokens = pl_module.data.judged_tokens(self.length)
         with measured(pl_module) as model:
+            # Moved here: a copy that is made in inference mode cannot be attacked.
+            tokens = tokens.to(pl_module.device)
             bound = certified_bound(model, self.norm)
             estimate = attacked_estimate(model, tokens, self.norm, self.steps, self.restarts)
         if bound is not None:

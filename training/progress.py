@@ -11,11 +11,16 @@ from lightning.pytorch.callbacks import RichProgressBar
 class Progress(RichProgressBar):
     """Lightning's rich progress bar with the losses alone: the run's number is in its path.
 
-    Losses are read where the Trainer logs. Each step they would be a wait of the host for the GPU.
+    The training loss is read where the Trainer logs. What a module logs with `prog_bar` Lightning reads
+    in each step, which makes the host wait for the GPU.
+
+    Args:
+        loss: what the module logs it as.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, loss: str) -> None:
         super().__init__()
+        self._loss = loss
         self._read: Any = {}
 
     def _get_train_description(self, current_epoch: int) -> str:
@@ -28,4 +33,6 @@ class Progress(RichProgressBar):
         if not trainer.training or (every and trainer.global_step % every == 0):
             self._read = super().get_metrics(trainer, pl_module)
             self._read.pop("v_num", None)
+            if self._loss in trainer.callback_metrics:
+                self._read[self._loss] = trainer.callback_metrics[self._loss].item()
         return dict(self._read)

@@ -186,7 +186,7 @@ class VisionModule(L.LightningModule):
         reach = self.eps * rise * self.gain
         logits = handicapped(self.model(images), labels, self.model.head.weight, reach)
         loss = F.cross_entropy(self.logit_scale * logits, labels)
-        self.log("train/loss", loss, prog_bar=True)
+        self.log("train/loss", loss)
         return loss
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
