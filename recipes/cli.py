@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 import warnings
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import ProgressBar, RichProgressBar
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
 
 from recipes.output import usable_directory
+from training.progress import Progress
 from training.safety import terminated_is_told
 
 TRAINER: dict[str, Any] = {
@@ -27,16 +28,14 @@ TRAINER: dict[str, Any] = {
 }
 
 
-class Progress(RichProgressBar):
-    """Lightning's progress bar; not that of training.cli, whose imports would slow every recipe down."""
-
-    def _get_train_description(self, current_epoch: int) -> str:
-        """Without the number of epochs, which is -1 in runs of a number of steps."""
-        return f"Epoch {current_epoch}"
-
-
 class RecipeCLI(LightningCLI):
-    """fit, validate and test, with CSV logs beside the rest of the output."""
+    """fit, validate and test, with CSV logs beside the rest of the output.
+
+    Attributes:
+        loss: what the module logs its training loss as.
+    """
+
+    loss: ClassVar[str]
 
     def __init__(
         self,
@@ -76,7 +75,7 @@ class RecipeCLI(LightningCLI):
         if settings["enable_progress_bar"] is not False and not any(
             isinstance(callback, ProgressBar) for callback in given
         ):
-            kwargs["callbacks"] = [*given, Progress()]
+            kwargs["callbacks"] = [*given, Progress(self.loss)]
         return super().instantiate_trainer(**kwargs)
 
 

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import lightning as L
 import torch
 from torch import Tensor
 
@@ -21,6 +22,11 @@ def mixed_seed(*numbers: int) -> int:
 
 def _generator(*numbers: int) -> torch.Generator:
     return torch.Generator().manual_seed(mixed_seed(*numbers))
+
+
+def for_gpu(data: L.LightningDataModule) -> bool:
+    """Whether batches go to a GPU: from pinned memory, so that the host does not wait for the copy."""
+    return data.trainer is not None and data.trainer.strategy.root_device.type != "cpu"
 
 
 class TrainingBatches:
@@ -75,11 +81,13 @@ class TrainingBatches:
         generator = _generator(self.seed, epoch)
         windows = self.windows(generator)
         size = self.batch_size * self.world
-        order = torch.randperm(len(windows), generator=generator)[: len(self) * size]
+        where = windows.codes.device
+        order = torch.randperm(len(windows), generator=generator, device=where)[: len(self) * size]
         if bool((windows.lengths != windows.lengths[0]).any()):
             # Windows of like length together, so that little is padded; ties stay shuffled.
             order = order[windows.lengths[order].argsort(stable=True)]
-            order = order.reshape(-1, size)[torch.randperm(len(self), generator=generator)]
+            shuffled = torch.randperm(len(self), generator=generator, device=where)
+            order = order.reshape(-1, size)[shuffled]
         return windows, order.reshape(-1, size)
 
     def state_dict(self) -> dict[str, Any]:
@@ -112,7 +120,7 @@ class JudgingBatches:
     def __iter__(self) -> Iterator[Batch]:
         order = self.windows.lengths.argsort(stable=True, descending=True)
         size = self.batch_size * self.world
-        filler = torch.full((len(self) * size - len(order),), -1)
+        filler = order.new_full((len(self) * size - len(order),), -1)
         for index in torch.cat([order, filler]).reshape(-1, size):
             own = index[self.rank * self.batch_size : (self.rank + 1) * self.batch_size]
             counted = own[own >= 0]

@@ -210,7 +210,7 @@ def whole_model(model: LanguageModel) -> LanguageModel:
     """
     if not any(isinstance(p, DTensor) for p in model.parameters()):
         return model
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         copy = LanguageModel(model.config)
     copy.load_state_dict({name: _whole(value) for name, value in model.state_dict().items()})
     copy.to(next(model.parameters()).device).train(model.training)

@@ -13,7 +13,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import ProgressBar, RichProgressBar
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
@@ -22,6 +22,7 @@ from training.data import CharacterData
 from training.errors import BadInput, first_line
 from training.module import LanguageModule
 from training.monitors import CertificateMonitor, InversionMonitor, TextSample, Throughput
+from training.progress import Progress
 from training.report import Report
 from training.safety import checkpoint_callbacks, terminated_is_told
 
@@ -70,20 +71,6 @@ def loggers(root: str | Path) -> list[Logger]:
     ]
 
 
-class Progress(RichProgressBar):
-    """Lightning's rich progress bar with the losses alone: the run's number is in its path."""
-
-    def _get_train_description(self, current_epoch: int) -> str:
-        """Without the number of epochs, which is -1 in runs of a number of steps."""
-        return f"Epoch {current_epoch}"
-
-    def get_metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Any:
-        """Without `v_num`."""
-        metrics = super().get_metrics(trainer, pl_module)
-        metrics.pop("v_num", None)
-        return metrics
-
-
 class SaveConfig(SaveConfigCallback):
     """The configuration of a fit, in its own directory; other commands leave no files."""
 
@@ -128,7 +115,7 @@ class TrainingCLI(LightningCLI):
         plugins = list(plugins) if isinstance(plugins, (list, tuple)) else [plugins]
         extra: list[L.Callback] = [Throughput()]
         if config.get("enable_progress_bar") is not False and not _has(given, ProgressBar):
-            extra.append(Progress())
+            extra.append(Progress("train/nats"))
         if self.subcommand != "fit":
             kwargs.setdefault("logger", False)
             kwargs.setdefault("enable_checkpointing", False)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -124,7 +125,7 @@ def text_of(rows: datasets.Dataset, conversion: str) -> str:
 
 
 def encode(text: str, vocabulary: str, what: str = "the text") -> Tensor:
-    """The numbers of a text's characters, (T,) int64.
+    """The numbers of a text's characters, (T,) int64, on the CPU whatever the default device is.
 
     Raises:
         BadInput: a character is not in the vocabulary.
@@ -137,12 +138,10 @@ def encode(text: str, vocabulary: str, what: str = "the text") -> Tensor:
             f"its vocabulary is {vocabulary!r}"
         )
     # One table lookup for the whole text: UTF-32 has four bytes for every character.
-    codes = torch.frombuffer(bytearray(text.encode("utf-32-le")), dtype=torch.int32) if text else None
-    if codes is None:
-        return torch.empty(0, dtype=torch.int64)
-    table = torch.zeros(1 + max(map(ord, vocabulary)), dtype=torch.int64)
-    table[[ord(symbol) for symbol in vocabulary]] = torch.arange(len(vocabulary))
-    return table[codes.long()]
+    codes = np.frombuffer(text.encode("utf-32-le"), np.int32)
+    table = np.zeros(1 + max(map(ord, vocabulary), default=0), np.int64)
+    table[[ord(symbol) for symbol in vocabulary]] = range(len(vocabulary))
+    return torch.from_numpy(table[codes])
 
 
 def decode(codes: Tensor, vocabulary: str) -> str:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from training import corpus
-from training.batches import JudgingBatches, TrainingBatches
+from training.batches import JudgingBatches, TrainingBatches, for_gpu
 from training.errors import BadInput
-from training.windows import Windows, sentences, stream, whole_stream
+from training.windows import Batch, Windows, sentences, stream, whole_stream
 
 PACKINGS = ("stream", "sentences")
 
@@ -110,7 +110,7 @@ class CharacterData(L.LightningDataModule):
 
     @cached_property
     def codes(self) -> dict[str, Tensor]:
-        """The numbers of each split's characters, (T,) int64."""
+        """The numbers of each split's characters, (T,) int64, on the CPU."""
         return {
             split: corpus.encode(text, self.vocabulary, f"the {split} text")
             for split, text in self.texts.items()
@@ -144,14 +144,17 @@ class CharacterData(L.LightningDataModule):
             return sentences(codes, self.vocabulary.index("\n"), self.block)
         if generator is None:
             return whole_stream(codes, self.block)
-        offset = int(torch.randint(self.block, (1,), generator=generator))
+        offset = int(torch.randint(self.block, (1,), generator=generator, device=codes.device))
         return stream(codes, self.block, offset)
 
     def first_tokens(self, count: int, length: int) -> Tensor:
-        """The beginning of the training text as (count, length) tokens, the same in every process."""
+        """The beginning of the training text as (count, length) tokens, the same in every process.
+
+        They are on the CPU, whatever the default device is: Lightning builds models under the GPU.
+        """
         codes = self.codes["train"]
-        index = torch.arange(count * length).reshape(count, length) % len(codes)
-        return codes[index]
+        index = torch.arange(count * length, device=codes.device).reshape(count, length)
+        return codes[index % len(codes)]
 
     def judged_tokens(self, length: int) -> Tensor:
         """The beginning of the validation text, (1, at most length)."""
@@ -183,6 +186,10 @@ class CharacterData(L.LightningDataModule):
     def test_dataloader(self) -> JudgingBatches:
         """All of the test text."""
         return JudgingBatches(self.windows("test"), self.batch_size, *self._process())
+
+    def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        """Puts a batch for a GPU into pinned memory, whose copy the host does not wait for."""
+        return Batch(*(part.pin_memory() for part in batch)) if for_gpu(self) else batch
 
     def _process(self) -> tuple[int, int]:
         return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)

@@ -146,8 +146,9 @@ class LanguageModule(L.LightningModule):
         """Builds the model for the data's vocabulary, before any checkpoint is loaded."""
         if "model" in self._modules:
             return
-        devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices):
+        kind = self.device.type
+        # The other devices have no random numbers of their own, or (mps) no state to put back.
+        with torch.random.fork_rng([] if kind in ("cpu", "mps") else [self.device], device_type=kind):
             torch.manual_seed(run_seed())
             self.model = self._loaded() if self.pretrained is not None else self._built()
             self._calibrate()
@@ -235,7 +236,7 @@ class LanguageModule(L.LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """The mean over the symbols of all processes, once their gradients are averaged."""
         loss = self.nats(batch) / batch.symbols
-        self.log("train/nats", loss, prog_bar=True, sync_dist=True)
+        self.log("train/nats", loss, sync_dist=True)
         self.log("train/bits", loss.detach() / math.log(2.0), sync_dist=True)
         return loss
 

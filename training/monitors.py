@@ -99,8 +99,10 @@ class CertificateMonitor(L.Callback):
         if not self.enabled or trainer.sanity_checking:
             return
         assert isinstance(pl_module, LanguageModule)
-        tokens = pl_module.data.judged_tokens(self.length).to(pl_module.device)
+        tokens = pl_module.data.judged_tokens(self.length)
         with measured(pl_module) as model:
+            # Moved here: a copy that is made in inference mode cannot be attacked.
+            tokens = tokens.to(pl_module.device)
             bound = certified_bound(model, self.norm)
             estimate = attacked_estimate(model, tokens, self.norm, self.steps, self.restarts)
         if bound is not None:
@@ -245,7 +247,7 @@ class Throughput(L.Callback):
         self._symbols += batch.inputs.numel() * trainer.world_size
         if trainer.global_step % trainer.log_every_n_steps:  # type: ignore[attr-defined]
             return
-        self._stop()
+        self._stop(pl_module)
         pl_module.log("train/characters_per_second", self._symbols / max(self._seconds, 1e-9))
         self.total_seconds += self._seconds
         self.total_symbols += self._symbols
@@ -253,12 +255,11 @@ class Throughput(L.Callback):
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Stops the clock."""
-        self._stop()
+        self._stop(pl_module)
 
-    def _stop(self) -> None:
+    def _stop(self, pl_module: L.LightningModule) -> None:
         if self._clock is None:
             return
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        torch.get_device_module(pl_module.device).synchronize()
         self._seconds += time.perf_counter() - self._clock
         self._clock = None

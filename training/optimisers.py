@@ -29,7 +29,12 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 def adamw(
     model: nn.Module, lr: float, weight_decay: float, betas: tuple[float, float]
 ) -> torch.optim.AdamW:
-    """AdamW over `decay_groups`, in one kernel on a GPU."""
-    fused = all(p.is_cuda for p in model.parameters())
+    """AdamW over `decay_groups`, in one kernel on a GPU; gradients may be clipped before it."""
+    fused = all(p.device.type != "cpu" for p in model.parameters())
     groups = [group for group in decay_groups(model, weight_decay) if group["params"]]
-    return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=fused or None)
+    optimiser = torch.optim.AdamW(groups, lr=lr, betas=betas, fused=fused or None)
+    # A fused step offers to divide gradients by a loss scale itself, after they were clipped. So mixed
+    # precision refuses to clip for it, even where nothing is scaled (bf16). Without the offer gradients
+    # are unscaled first, if they are scaled at all, then clipped, then learnt from: as unfused.
+    optimiser._step_supports_amp_scaling = False
+    return optimiser

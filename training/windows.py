@@ -35,6 +35,8 @@ class Batch(NamedTuple):
 class Windows:
     """Windows [a, a + n) of a text: symbol t is predicted from those in [a - 1, t).
 
+    All of it is where the text's codes are: on the CPU, whatever the default device is.
+
     Attributes:
         codes: (T,) int64.
         starts: (M,), each a >= 1.
@@ -60,12 +62,12 @@ class Windows:
         lengths = torch.where(index < 0, 0, self.lengths[index.clamp_min(0)])
         longest = max(int(lengths.max()), 1)
         padded = -(-longest // self.step) * self.step
-        place = torch.arange(padded)
+        place = torch.arange(padded, device=index.device)
         inside = place < lengths[:, None]
         at = (self.starts[index.clamp_min(0)][:, None] + place).clamp_max(len(self.codes) - 1)
         inputs = torch.where(inside, self.codes[at - 1], 0)
         targets = torch.where(inside, self.codes[at], IGNORED)
-        return Batch(inputs, targets, torch.tensor(share))
+        return Batch(inputs, targets, torch.tensor(share, device=index.device))
 
 
 def stream(codes: Tensor, block: int, offset: int = 0) -> Windows:
@@ -80,13 +82,13 @@ def stream(codes: Tensor, block: int, offset: int = 0) -> Windows:
         As many windows for each offset.
     """
     count = (len(codes) - block) // block
-    starts = 1 + offset + block * torch.arange(max(count, 0))
+    starts = 1 + offset + block * torch.arange(max(count, 0), device=codes.device)
     return Windows(codes, starts, torch.full_like(starts, block))
 
 
 def whole_stream(codes: Tensor, block: int) -> Windows:
     """Blocks that predict every symbol but the first, the last block being shorter."""
-    starts = torch.arange(1, len(codes), block)
+    starts = torch.arange(1, len(codes), block, device=codes.device)
     return Windows(codes, starts, (len(codes) - starts).clamp_max(block))
 
 
@@ -100,11 +102,12 @@ def sentences(codes: Tensor, newline: int, block: int) -> Windows:
         newline: its number.
         block: the longest window.
     """
-    codes = torch.cat([torch.tensor([newline]), codes])
+    codes = torch.cat([codes.new_tensor([newline]), codes])
     ends = (codes == newline).nonzero().flatten()
     begin, length = ends[:-1] + 1, ends.diff()
     pieces = -(-length // block)
-    piece = torch.arange(int(pieces.sum())) - (pieces.cumsum(0) - pieces).repeat_interleave(pieces)
+    every = torch.arange(int(pieces.sum()), device=codes.device)
+    piece = every - (pieces.cumsum(0) - pieces).repeat_interleave(pieces)
     starts = begin.repeat_interleave(pieces) + block * piece
     lengths = (length.repeat_interleave(pieces) - block * piece).clamp_max(block)
     return Windows(codes, starts, lengths, min(_STEP, block))

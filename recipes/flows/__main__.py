@@ -30,6 +30,8 @@ def directory(out: str | None, name: str) -> str:
 class FlowCLI(RecipeCLI):
     """The command line: one number of points for data and model, one directory for all output."""
 
+    loss = "train/nats_per_point"
+
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Adds --out and --report.*, and says what follows from what."""
         parser.add_argument(

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import lightning as L
 import torch
 from torch import Generator, Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from training.batches import for_gpu
 
 
 def moons(sets: int, points: int, generator: Generator) -> Tensor:
@@ -106,12 +109,13 @@ class DigitSets(Dataset[tuple[Tensor]]):
         return self.sets
 
     def __getitems__(self, indices: list[int]) -> list[tuple[Tensor]]:
-        choice = torch.randint(len(self.images), (len(indices),), generator=self.generator)
-        return [(x,) for x in digit_points(self.images[choice], self.points, self.generator)]
+        with torch.device("cpu"):
+            choice = torch.randint(len(self.images), (len(indices),), generator=self.generator)
+            return [(x,) for x in digit_points(self.images[choice], self.points, self.generator)]
 
 
 class PointSets(L.LightningDataModule):
-    """Sets of points to train on and to judge by.
+    """Sets of points to train on and to judge by, on the CPU whatever the default device is.
 
     Args:
         name: "moons", "rings", "checkerboard" or "digits".
@@ -145,25 +149,31 @@ class PointSets(L.LightningDataModule):
         self.batch_size = batch_size
         self.train_set: Dataset[tuple[Tensor, ...]]
         generator = torch.Generator().manual_seed(seed + 1)
-        if name == "digits":
-            train, held_out = digit_images()
-            self.train_set = DigitSets(train, points, train_sets, seed)
-            choice = torch.randint(len(held_out), (held_out_sets,), generator=generator)
-            self.held_out = digit_points(held_out[choice], points, generator)
-        else:
-            both = SHAPES[name](train_sets + held_out_sets, points, generator)
-            both = moved(both, generator, offset=offset, stretch=stretch, turn=turn)
-            self.train_set = TensorDataset(both[held_out_sets:])
-            self.held_out = both[:held_out_sets]
+        with torch.device("cpu"):
+            if name == "digits":
+                train, held_out = digit_images()
+                self.train_set = DigitSets(train, points, train_sets, seed)
+                choice = torch.randint(len(held_out), (held_out_sets,), generator=generator)
+                self.held_out = digit_points(held_out[choice], points, generator)
+            else:
+                both = SHAPES[name](train_sets + held_out_sets, points, generator)
+                both = moved(both, generator, offset=offset, stretch=stretch, turn=turn)
+                self.train_set = TensorDataset(both[held_out_sets:])
+                self.held_out = both[:held_out_sets]
+
+    def _batches(
+        self, sets: Dataset[tuple[Tensor, ...]], **options: Any
+    ) -> DataLoader[tuple[Tensor, ...]]:
+        return DataLoader(sets, self.batch_size, pin_memory=for_gpu(self), **options)
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
         """Batches [x] with x (B, T, 2), in random order."""
-        return DataLoader(self.train_set, self.batch_size, shuffle=True, drop_last=True)
+        return self._batches(self.train_set, shuffle=True, drop_last=True)
 
     def val_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
         """A part of the held-out sets, to follow the training."""
-        return DataLoader(TensorDataset(self.held_out[:256]), self.batch_size)
+        return self._batches(TensorDataset(self.held_out[:256]))
 
     def test_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
         """All held-out sets."""
-        return DataLoader(TensorDataset(self.held_out), self.batch_size)
+        return self._batches(TensorDataset(self.held_out))

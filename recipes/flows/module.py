@@ -84,7 +84,7 @@ class FlowModule(L.LightningModule):
         """Nats per point of a batch."""
         (x,) = batch
         loss = -self.flow.log_prob(x).mean() / x.shape[1]
-        self.log("train/nats_per_point", loss, prog_bar=True)
+        self.log("train/nats_per_point", loss)
         return loss
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:

@@ -110,7 +110,13 @@ def inversion_errors(
         One solve for each tolerance, for "plain" and "Anderson".
     """
     flow = copy.deepcopy(flow).double().eval()
-    x = x.double()
+    with lf.frozen(flow):
+        return _inversion_errors(flow, x.double(), tolerances)
+
+
+def _inversion_errors(
+    flow: AttentionFlow, x: Tensor, tolerances: tuple[float, ...]
+) -> dict[str, list[Solve]]:
     slowest: tuple[int, InvertibleResidual, Tensor] | None = None
     for block in flow.blocks:
         y = block(x)

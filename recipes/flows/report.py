@@ -12,6 +12,7 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
+import lipformer as lf
 from recipes.flows.baselines import SetGaussian, real_nvp, train_real_nvp
 from recipes.flows.data import PointSets
 from recipes.flows.module import FlowModule
@@ -173,10 +174,11 @@ class Report(L.Callback):
         """The three pictures."""
         event = "sequence" if module.flow.causal else "set"
         generator = torch.Generator(module.device).manual_seed(0)
-        samples = module.flow.sample(self.samples, data.points, generator=generator, tol=1e-4)
-        draw_samples(data.held_out, samples.cpu(), self.directory / "samples.png", event)
         held_out = data.held_out.to(module.device)
-        draw_density(module.log_prob, held_out, self.directory / "density.png", self.cells)
+        with lf.frozen(module):
+            samples = module.flow.sample(self.samples, data.points, generator=generator, tol=1e-4)
+            draw_density(module.log_prob, held_out, self.directory / "density.png", self.cells)
+        draw_samples(data.held_out, samples.cpu(), self.directory / "samples.png", event)
         tolerances = tuple(10.0**-k for k in range(1, 13))
         curves = inversion_errors(module.flow, held_out[:8], tolerances)
         draw_inversion(curves, self.directory / "inversion.png")

@@ -63,6 +63,8 @@ def _about(entry: str, name: str) -> Any:
 class VisionCLI(RecipeCLI):
     """The command line: the data set says what images are like, one directory gets all output."""
 
+    loss = "train/loss"
+
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Adds --out and --report.*, and says what follows from what."""
         parser.add_argument(

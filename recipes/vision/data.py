@@ -13,6 +13,7 @@ from torch import Generator, Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from recipes.vision.files import read_idx, read_labels, read_sheet
+from training.batches import for_gpu
 from training.errors import BadInput
 
 
@@ -128,8 +129,9 @@ class Shown(Dataset[tuple[Tensor, Tensor]]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, Tensor]]:
-        images, labels = self.pictures.part(torch.tensor(indices))
-        x = self.moved(images.float() / self.white)
+        with torch.device("cpu"):
+            images, labels = self.pictures.part(torch.tensor(indices))
+            x = self.moved(images.float() / self.white)
         return list(zip(x, labels, strict=True))
 
     def moved(self, x: Tensor) -> Tensor:
@@ -199,20 +201,11 @@ class ImageData(L.LightningDataModule):
         self.parts: dict[str, Pictures] = {}
 
     def setup(self, stage: str) -> None:
-        """Reads the images, once."""
+        """Reads the images, once, into the CPU's memory."""
         if self.parts:
             return
-        if self.name == "digits":
-            train, test = digits()
-        elif self.directory is not None:
-            train, test = from_directory(str(self.name), self.directory)
-        elif self.hub is not None:
-            train, test = from_hub(self.hub, self.about.channels)
-        else:
-            raise BadInput(
-                f"{self.name} needs --data.directory (python -m recipes.vision.fetch {self.name} "
-                "DIRECTORY fills one) or --data.hub"
-            )
+        with torch.device("cpu"):
+            train, test = self._read()
         for pictures in (train, test):
             self._check(pictures)
         held_out = min(5000, len(train.labels) // 10)
@@ -222,6 +215,18 @@ class ImageData(L.LightningDataModule):
             "val": train.part(slice(held_out)),
             "test": test.part(slice(self.test_images)),
         }
+
+    def _read(self) -> tuple[Pictures, Pictures]:
+        if self.name == "digits":
+            return digits()
+        if self.directory is not None:
+            return from_directory(str(self.name), self.directory)
+        if self.hub is not None:
+            return from_hub(self.hub, self.about.channels)
+        raise BadInput(
+            f"{self.name} needs --data.directory (python -m recipes.vision.fetch {self.name} "
+            "DIRECTORY fills one) or --data.hub"
+        )
 
     def _check(self, pictures: Pictures) -> None:
         size, channels = self.about.image_size, self.about.channels
@@ -239,16 +244,19 @@ class ImageData(L.LightningDataModule):
         pictures = self.parts[part].part(slice(count))
         return pictures.images.float() / self.about.white, pictures.labels
 
+    def _batches(self, shown: Shown, **options: Any) -> DataLoader[tuple[Tensor, Tensor]]:
+        size = min(self.batch_size, len(shown))
+        return DataLoader(shown, size, pin_memory=for_gpu(self), **options)
+
     def train_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
         """Batches of images and labels in random order."""
         shown = Shown(self.parts["train"], self.about.white, self.shift, self.mirror)
-        size = min(self.batch_size, len(shown))
-        return DataLoader(shown, size, shuffle=True, drop_last=True)
+        return self._batches(shown, shuffle=True, drop_last=True)
 
     def val_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
         """The held-out training images."""
-        return DataLoader(Shown(self.parts["val"], self.about.white), self.batch_size)
+        return self._batches(Shown(self.parts["val"], self.about.white))
 
     def test_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
         """The test images."""
-        return DataLoader(Shown(self.parts["test"], self.about.white), self.batch_size)
+        return self._batches(Shown(self.parts["test"], self.about.white))

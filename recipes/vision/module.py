@@ -186,7 +186,7 @@ class VisionModule(L.LightningModule):
         reach = self.eps * rise * self.gain
         logits = handicapped(self.model(images), labels, self.model.head.weight, reach)
         loss = F.cross_entropy(self.logit_scale * logits, labels)
-        self.log("train/loss", loss, prog_bar=True)
+        self.log("train/loss", loss)
         return loss
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
@@ -200,8 +200,8 @@ class VisionModule(L.LightningModule):
     def _judge(self, batch: list[Tensor], stage: str) -> None:
         images, labels = batch
         logits = self.model(images)
-        reach = self.eps * (self.gain or self.measured_gain())
-        margin = handicapped(logits, labels, self.model.head.weight, reach)
+        self.gain = self.gain or self.measured_gain()
+        margin = handicapped(logits, labels, self.model.head.weight, self.eps * self.gain)
         for name, found in (("accuracy", logits), ("handicapped", margin)):
             right = (lead(found, labels) > 0).float().mean()
             self.log(f"{stage}/{name}", right, prog_bar=True, batch_size=len(labels), sync_dist=True)

@@ -161,7 +161,7 @@ def _check_devices(func: Any, tensors: list[Tensor], generators: list[Any]) -> N
     """As on CUDA: a CPU scalar may be an operand of a pointwise operator, nothing else may be mixed."""
     strangers = [t for t in tensors if not on_device(t)]
     takes_scalars = torch.Tag.pointwise in func.tags or func._schema.name.startswith(SCALAR_OPERAND)
-    if takes_scalars and (on_device(tensors[0]) or not func._schema.is_mutable):
+    if takes_scalars and (on_device(tensors[0]) or not func._schema.arguments[0].is_write):
         strangers = [t for t in strangers if t.ndim > 0]
     if strangers:
         shapes = [tuple(t.shape) for t in strangers]

@@ -242,6 +242,14 @@ def test_held_out_digits_are_of_other_images() -> None:
         PointSets("spiral")
 
 
+@pytest.mark.parametrize("name", ["moons", "digits"])
+def test_points_stay_on_the_cpu_whatever_the_default_device(name: str) -> None:
+    with torch.device("meta"):
+        data = PointSets(name, train_sets=4, held_out_sets=4)
+        seen = data.train_set.__getitems__([0]) if name == "digits" else [data.train_set[0]]
+    assert {part.device.type for part in (data.held_out, *seen[0])} == {"cpu"}
+
+
 def test_the_gaussian_is_the_best_exchangeable_one() -> None:
     x = 0.5 * torch.randn(4000, 3, 2) + torch.randn(4000, 1, 2)
     model = SetGaussian(x)

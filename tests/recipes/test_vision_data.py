@@ -144,3 +144,11 @@ def test_a_data_set_of_the_hub_is_read(channels: int, tmp_path: Path) -> None:
     train, test = from_hub(str(tmp_path), channels)
     assert torch.equal(train.images, images)
     assert test.labels.tolist() == [0, 1, 1, 0]
+
+
+def test_images_stay_on_the_cpu_whatever_the_default_device() -> None:
+    with torch.device("meta"):
+        data = ImageData(shift=1, mirror=True)
+        data.setup("fit")
+        shown = data.train_dataloader().dataset[0]
+    assert [part.device.type for part in (*data.images("test", 2), *shown)] == ["cpu"] * 4

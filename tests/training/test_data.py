@@ -205,6 +205,21 @@ def test_judging_covers_all_in_every_process() -> None:
     assert sum(b.symbols.item() for part in parts for b in part) == 149
 
 
+@pytest.mark.parametrize("packing", ["stream", "sentences"])
+def test_it_stays_on_the_cpu_whatever_the_default_device(tmp_path: Path, packing: str) -> None:
+    """Lightning calls `configure_model`, which first needs the text, under the GPU as default."""
+    write_corpus(tmp_path)
+    expected, module = data(tmp_path, packing=packing), data(tmp_path, packing=packing)
+    with torch.device("meta"):
+        module.setup("fit")
+        first = module.first_tokens(2, 8)
+        batches = [next(iter(loader)) for loader in (module.train_dataloader(), module.val_dataloader())]
+    assert torch.equal(first, expected.first_tokens(2, 8))
+    wanted = [next(iter(loader)) for loader in (expected.train_dataloader(), expected.val_dataloader())]
+    for mine, theirs in zip(batches, wanted, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
 @pytest.mark.skipif(not PTB.is_dir(), reason="Penn Treebank is not on this machine")
 def test_penn_treebank_has_the_published_counts() -> None:
     module = CharacterData(source="dir", path=str(PTB), characters="ptb")

@@ -1,0 +1,166 @@
+"""Runs the commands of every YAML file under recipes/ on the pretend GPU; test_recipes reads what came.
+
+    python -m tests.gpu.recipe_runs FOLDER recipes/quickstart.yaml:fit,sample recipes/ptb/l2.yaml ...
+
+Each file keeps its own precision, clipping, optimiser and callbacks; its sizes become tiny and its text
+local. torch.compile knows no such device, and it is one device: `compile: true` and the strategies of
+ddp.yaml and fsdp.yaml are left to tests/training. The attack of the certificate's monitor is real after
+the quickstart alone: it takes seconds and is the same everywhere. Pictures are drawn but not written.
+FOLDER/runs.json gets a `Run` for each file, of all its commands or of those behind the colon.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from matplotlib.figure import Figure
+
+import recipes.flows.__main__ as flows
+import recipes.vision.__main__ as vision
+import training.__main__ as language
+from tests.gpu.accelerator import lightning
+from tests.gpu.pretend import record
+from tests.recipes import test_flows, test_vision
+from tests.training.tiny import write_corpus
+from training import monitors
+
+ROOT = Path(__file__).resolve().parents[2]
+ATTACKED = "recipes/quickstart.yaml"
+# Of three steps the first lays buffers out, the second logs; neither happens in the last.
+STEPS, LOGGED = 3, 2
+SIZES: list[object] = [
+    *("--trainer.max_steps", STEPS, "--trainer.log_every_n_steps", LOGGED),
+    *("--trainer.val_check_interval", STEPS, "--trainer.check_val_every_n_epoch", "null"),
+    *("--trainer.max_epochs", "null", "--data.source", "dir"),
+    *("--data.block", 16, "--data.batch_size", 4, "--data.characters", "plain"),
+    *("--certificate.length", 4, "--certificate.steps", 1, "--certificate.restarts", 1),
+    *("--inversion.length", 4, "--text.length", 4),
+]
+NARROW: list[object] = ["--model.dim", 16, "--model.num_heads", 4, "--model.num_layers", 1]
+
+
+@dataclass
+class Run:
+    """What the commands of a file gave.
+
+    Attributes:
+        codes: exit code of each command.
+        error: of the command that ended the run, with its causes; empty if none did.
+        reads: waits of the host in the last step, which logs nothing, from its batch to its progress bar.
+        kernels: of the optimiser in all steps, by name.
+    """
+
+    codes: dict[str, int] = field(default_factory=dict)
+    error: str = ""
+    reads: list[str] = field(default_factory=list)
+    kernels: dict[str, int] = field(default_factory=dict)
+
+
+@contextlib.contextmanager
+def watched(run: Run) -> Iterator[None]:
+    """Notes what each training step does on the device."""
+    advance = _TrainingEpochLoop.advance
+
+    def noted(loop: _TrainingEpochLoop, *args: Any) -> None:
+        with record() as log:
+            advance(loop, *args)
+        if loop.global_step == STEPS:
+
+            run.reads += [f"{read.kind} {read.operator} {read.where}" for read in log.reads]
+        for name, count in log.kernels.items():
+            if "adam" in name:
+                run.kernels[name] = run.kernels.get(name, 0) + count
+
+    with mock.patch.object(_TrainingEpochLoop, "advance", noted):
+        yield
+
+
+def commands(path: Path, folder: Path) -> Iterator[tuple[Callable[[list[str]], int], list[object]]]:
+    """The command lines of a file, in the order of their use."""
+    if path.parent.name in {"flows", "vision"}:
+        yield from set_commands(path, folder)
+        return
+    corpus = write_corpus(folder / "corpus", lines=24)
+    given = ["--config", path, *SIZES, "--data.path", corpus]
+    if path.stem == "finetune":
+        given += ["--model.pretrained", folder.parent / "quickstart.yaml" / "exported"]
+    else:
+        given += [*NARROW, "--model.compile", "false"]
+    if path.stem in {"ddp", "fsdp"}:
+        given += ["--trainer.devices", 1, "--trainer.strategy", "auto"]
+    yield language.main, ["fit", *given, "--trainer.default_root_dir", folder / "runs"]
+    last = folder / "runs" / "0" / "checkpoints" / "last.ckpt"
+    for command in ("validate", "test"):
+        yield language.main, [command, *given, "--ckpt_path", last]
+    yield language.main, ["certify", last, "--steps", 1, "--restarts", 1, "--length", 4]
+    yield language.main, ["sample", last, "--max-new", 4, "--prompt", "to"]
+    yield language.main, ["export", last, folder / "exported"]
+
+
+def set_commands(path: Path, folder: Path) -> Iterator[tuple[Callable[[list[str]], int], list[object]]]:
+    """The command lines of recipes/flows and recipes/vision."""
+    main, sizes = {
+        "flows": (flows.main, test_flows.TINY),
+        "vision": (vision.main, test_vision.TINY),
+    }[path.parent.name]
+    steps = {"max_steps": STEPS, "log_every_n_steps": LOGGED, "val_check_interval": STEPS}
+    own = {**sizes, **{f"trainer.{name}": value for name, value in steps.items()}}
+    own.update({"trainer.accelerator": "auto", "trainer.enable_progress_bar": True})
+    if path.parent.name == "vision":
+        own["data.test_images"] = 16
+    options: list[object] = [f"--{name}={value}" for name, value in own.items()]
+    name = path.stem.partition("_")[0]
+    if name in {"mnist", "cifar10"}:
+        options += [f"--data.directory={test_vision.write_data(name, folder / 'data')}"]
+    given = ["--config", path, "--out", folder, *options]
+    yield main, ["fit", *given]
+    for command in ("validate", "test"):
+        yield main, [command, *given, "--ckpt_path", folder / "last.ckpt"]
+
+
+def run_file(path: Path, folder: Path, wanted: str) -> Run:
+    """Runs the wanted commands of a file, or all of them, up to the first that raises."""
+    run = Run()
+    try:
+        for main, arguments in commands(path, folder):
+            command = str(arguments[0])
+            if not wanted or command in wanted.split(","):
+                with warnings.catch_warnings(), watched(run):  # a command sets filters of its own
+                    run.codes[command] = main([str(part) for part in arguments])
+    except (Exception, SystemExit) as error:
+        cause: BaseException | None = error
+        while cause is not None:  # the first cause comes last
+            run.error += "".join(traceback.format_exception(cause, chain=False))
+            cause = cause.__context__
+    return run
+
+
+def main(out: str, *files: str) -> None:
+    """Runs the files in the order given."""
+    torch.set_num_threads(1)
+    sys.argv, os.environ["PL_GLOBAL_SEED"] = ["recipe_runs"], "0"
+    runs = {}
+    with lightning(), mock.patch.object(Figure, "savefig"):
+        for given in files:
+            file, _, wanted = given.partition(":")
+            attack = monitors.attacked_estimate if file == ATTACKED else lambda *_: math.nan
+            with mock.patch.object(monitors, "attacked_estimate", attack):
+                runs[file] = asdict(run_file(ROOT / file, Path(out) / file, wanted))
+    Path(out, "runs.json").write_text(json.dumps(runs))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
