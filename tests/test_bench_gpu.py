@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from torch.autograd import DeviceType
-from torch.nn.attention import SDPBackend
 
 from recipes.bench import device, gpu, sdpa
 from recipes.bench.device import Counts
@@ -146,14 +145,17 @@ def test_a_layer_without_enough_memory_leaves_the_others(monkeypatch: pytest.Mon
             assert row["× SDPA layer"] is None
 
 
-def test_the_kernel_that_ran_is_seen_and_so_is_a_refusal() -> None:
+def test_the_kernel_that_ran_is_seen_and_so_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     call = sdpa.call_of(variant("lean").build(Shape(16, 2, 8)), torch.randn(1, 8, 16))
     assert call.options["scale"] == 1.0
-    assert sdpa.attempt(call, SDPBackend.MATH).kernel == "math"
-    assert sdpa.attempt(call, SDPBackend.FLASH_ATTENTION).kernel == "flash_for_cpu"
-    refused = sdpa.attempt(call, SDPBackend.CUDNN_ATTENTION)
+    assert sdpa.attempt(call, "math").kernel == "math"
+    assert sdpa.attempt(call, "flash").kernel == "flash_for_cpu"
+    refused = sdpa.attempt(call, "cudnn")
     assert (refused.kernel, str(refused)) == (None, "no")
     assert refused.reason.startswith("No viable backend")
+    # A device that does not know of backends runs what it has: that is not the one asked for.
+    monkeypatch.setattr(sdpa, "sdpa_kernel", lambda backend: contextlib.nullcontext())
+    assert sdpa.attempt(call, "cudnn") == sdpa.Trial(None, False, "flash_for_cpu ran instead")
 
 
 def test_a_kernel_without_a_backward_pass_is_not_said_to_have_one(

@@ -144,7 +144,7 @@ def kernel_section(bench: Bench) -> Section:
                 call = call_of(layer, bench.tokens(256, 2 * width, batch=2).to(dtype))
                 row: dict[str, Any] = {"layer": variant(key).label, "dtype": _name(dtype), "d": width}
                 chosen = attempt(call)
-                trials = {name: attempt(call, backend) for name, backend in BACKENDS.items()}
+                trials = {name: attempt(call, name) for name in BACKENDS}
                 for name, trial in {"chosen": chosen, **trials}.items():
                     if trial.reason:
                         reasons.setdefault(f"{name}: {trial.reason}", []).append(call.query.shape[-1])

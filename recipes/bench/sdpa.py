@@ -38,17 +38,16 @@ class Call:
 
 @dataclass(frozen=True)
 class Trial:
-    """What became of a call: the kernel that ran, how far it came, and why not further."""
+    """What became of a call: the kernel that ran forward, if one did, whether it has a backward, why not."""
 
     kernel: str | None
-    forward: bool
     backward: bool
     reason: str
 
     def __str__(self) -> str:
         if self.backward:
             return "forward, backward"
-        return "forward only" if self.forward else "no"
+        return "no" if self.kernel is None else "forward only"
 
 
 class _Calls(TorchFunctionMode):
@@ -95,21 +94,24 @@ def call_of(layer: nn.Module, x: Tensor) -> Call:
     return call
 
 
-def attempt(call: Call, backend: SDPBackend | None = None) -> Trial:
-    """Repeats a call, forward and backward, with one backend alone or as torch chooses (None)."""
+def attempt(call: Call, backend: str | None = None) -> Trial:
+    """Repeats a call, forward and backward, with one of BACKENDS alone or as torch chooses (None)."""
     query, key, value = (t.clone().requires_grad_() for t in (call.query, call.key, call.value))
-    forward = False
+    kernel = None
     kernels = _FusedKernels()
+    allowed = contextlib.nullcontext() if backend is None else sdpa_kernel(BACKENDS[backend])
     with warnings.catch_warnings(record=True) as caught:
         # torch warns why it does not take a kernel.
         warnings.simplefilter("always")
         try:
-            with contextlib.nullcontext() if backend is None else sdpa_kernel(backend), kernels:
+            with allowed, kernels:
                 out = F.scaled_dot_product_attention(query, key, value, **call.options)
-            forward = True
+            kernel = (kernels.found or ["math"])[0]
+            if backend is not None and not kernel.startswith(backend):
+                # A device may know nothing of these backends.
+                return Trial(None, False, f"{kernel} ran instead")
             out.backward(torch.ones_like(out))
         except RuntimeError as error:
             reasons = [first_line(error), *(str(warning.message) for warning in caught)]
-            kernel = (kernels.found or ["math"])[0] if forward else None
-            return Trial(kernel, forward, False, "; ".join(reasons))
-    return Trial((kernels.found or ["math"])[0], True, True, "")
+            return Trial(kernel, False, "; ".join(reasons))
+    return Trial(kernel, True, "")
