@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import subprocess
+import sys
 import warnings
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +24,7 @@ from recipes.bench.peers import Shape, variant
 from recipes.bench.training import RECIPES
 
 CPU = torch.device("cpu")
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -50,15 +53,14 @@ def test_every_part_has_its_rows(smoke: tuple[dict[str, Any], str, str]) -> None
         assert title in shown
     for row in rows["Layers"]:
         assert row["ms"] > 0.0
-        assert row["layer"] != variant("sdpa").label or row["× SDPA layer"] == 1.0
+        assert row["layer"] != variant("sdpa").label or row["time, × sdpa"] == 1.0
     for row in rows["Training steps"]:
-        assert row["model"] != "dot_product" or row["of dot_product's"] == 1.0
+        assert row["model"] != "dot_product" or row["time, × dot_product"] == 1.0
 
 
 def test_what_a_cpu_does_not_count_is_said(smoke: tuple[dict[str, Any], str, str]) -> None:
     rows, markdown, shown = smoke
-    assert {row["peak MB"] for row in rows["Layers"]} == {None}
-    for name in ("host reads", "kernels", "× dot_product's"):
+    for name in ("peak MB", "host reads", "kernels", "kernels, × dot_product"):
         assert {row[name] for row in rows["Training steps"]} == {None}
     assert "| not measured |" in markdown
     assert "not measured" in shown
@@ -89,6 +91,21 @@ def test_figures_are_sound(smoke: tuple[dict[str, Any], str, str]) -> None:
     for row in rows["Certificate against attack"]:
         assert 0.0 < row["an attack reaches"] <= row["certificate"]
         assert row["holds"] == "yes"
+
+
+def test_it_runs_to_its_end_on_the_pretend_gpu(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.gpu.bench", "--smoke", "--output", str(tmp_path)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stdout + result.stderr
+    sections = json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))
+    rows = {section["title"]: section["rows"] for section in sections}
+    assert rows["Device"][0] == {"fact": "device", "value": "pretend"}
+    for row in rows["Layers"] + rows["Training steps"]:
+        assert isinstance(row["host reads"], int), row
+        assert row["peak MB"] is None
+    # Two addmm, attention forward and backward, four mm, two sums, a cat and a copy.
+    plain = [row for row in rows["Layers"] if row["layer"] == variant("sdpa").label]
+    assert {(row["host reads"], row["kernels"]) for row in plain} == {(0, 12)}
 
 
 @pytest.mark.parametrize(
@@ -130,19 +147,47 @@ def test_a_part_that_fails_is_reported_and_the_others_go_on(
     assert "[no] such \\| kernel" in (tmp_path / "gpu.md").read_text(encoding="utf-8")
 
 
-def test_a_layer_without_enough_memory_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(shape: Shape) -> torch.nn.Module:
-        raise torch.OutOfMemoryError("all gone")
+def test_a_step_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def step(clock: Callable[[], float]) -> float:
+        return 2.0
 
-    broken = replace(variant("sdpa"), build=full)
-    monkeypatch.setattr(gpu, "variant", lambda key: broken if key == "sdpa" else variant(key))
-    bench = Bench(CPU, replace(SMOKE, lengths=(16,)), seconds=0.0, compiled=False)
-    for row in gpu.layer_section(bench).rows:
-        if row["layer"] == broken.label:
-            assert row["ms"] == row["peak MB"] == "out of memory"
-        else:
-            assert row["ms"] > 0.0
-            assert row["× SDPA layer"] is None
+    def full() -> gpu.Step:
+        raise torch.OutOfMemoryError("all gone\nreally")
+
+    def broken() -> gpu.Step:
+        raise RuntimeError("no such kernel\nat all")
+
+    bench = Bench(CPU, SMOKE, seconds=0.0, compiled=False)
+    rows = gpu.compare(bench, {"base": full, "broken": broken, "good": lambda: step}, "base")
+    assert list(rows["base"].values()) == ["out of memory"] + ["-"] * 7
+    assert list(rows["broken"].values()) == ["failed: no such kernel"] + ["-"] * 7
+    assert (rows["good"]["ms"], rows["good"]["steps/s"]) == (2000.0, 0.5)
+    assert rows["good"]["time, × base"] is None
+    # Too little memory is a fact, the other failure a defect.
+    assert not gpu.Section("", "", [rows["base"], rows["good"]]).failed()
+    assert gpu.Section("", "", [rows["good"], rows["broken"]]).failed()
+
+
+def test_kernels_and_memory_are_set_beside_the_baselines(monkeypatch: pytest.MonkeyPatch) -> None:
+    def steps(kernels: int) -> gpu.Step:
+        def step(clock: Callable[[], float]) -> float:
+            launched.append(kernels)
+            return float(kernels)
+
+        return step
+
+    def counter(work: Callable[[], object]) -> Counts:
+        work()
+        return Counts(0, launched[-1])
+
+    launched: list[int] = []
+    monkeypatch.setitem(device.COUNTERS, "cpu", counter)
+    monkeypatch.setattr(gpu, "peak_memory", lambda device, work: 3 * 2**20)
+    bench = Bench(CPU, SMOKE, seconds=0.0, compiled=False)
+    rows = gpu.compare(bench, {"other": lambda: steps(30), "base": lambda: steps(10)}, "base")
+    assert (rows["other"]["kernels"], rows["other"]["kernels, × base"]) == (30, 3.0)
+    assert (rows["other"]["host reads"], rows["other"]["peak MB"]) == (0, 3.0)
+    assert (rows["other"]["time, × base"], rows["base"]["time, × base"]) == (3.0, 1.0)
 
 
 def test_the_kernel_that_ran_is_seen_and_so_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:

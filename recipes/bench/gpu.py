@@ -4,8 +4,8 @@
 
 Prints tables and writes gpu.json and gpu.md: the device; the attention kernels that torch has for our
 calls; time and memory of the layers; training steps of every language model with their host reads and
-kernels; errors against float64; certificates against attacks. A part that fails is reported as failed,
-the others go on, and the exit code is 1. Leave the GPU alone meanwhile.
+kernels; errors against float64; certificates against attacks. What fails is reported, the rest goes on,
+and the exit code is 1. Leave the GPU alone meanwhile.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import math
 import sys
 import time
 import traceback
@@ -31,19 +32,21 @@ from recipes.bench.attention import environment
 from recipes.bench.device import Counts, counts, device_facts, device_of, peak_memory, waiting_clock
 from recipes.bench.peers import OutputOnly, Shape, lean, variant
 from recipes.bench.sdpa import BACKENDS, attempt, call_of
-from recipes.bench.sections import Section, save, show
+from recipes.bench.sections import Failure, Section, save, show
 from recipes.bench.timing import Samples, interleave
 from recipes.bench.timing import training_step as layer_step
 from recipes.bench.training import BASELINE, RECIPES, model_of
 from recipes.bench.training import training_step as model_step
 from recipes.output import exit_code, usable_directory
-from training.errors import BadInput
+from training.errors import BadInput, first_line
 
 HEAD_WIDTHS = (32, 64, 128)
 DTYPES = (torch.bfloat16, torch.float32)
 LAYERS = ("mha", "sdpa", "lean", "paper", "lean_alibi")
-_MEASURED = ("ms", "× SDPA layer", "quartiles", "peak MB")
 _MEGABYTE = 2**20
+
+Step = Callable[[Callable[[], float]], float]
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -81,8 +84,8 @@ FULL = Sizes(
     repetitions=3,
 )
 SMOKE = Sizes(
-    tokens=32,
-    lengths=(16, 32),
+    tokens=16,
+    lengths=(16,),
     dim=16,
     heads=2,
     error_length=16,
@@ -112,7 +115,7 @@ class Bench:
             self.device
         )
 
-    def time(self, steps: dict[str, Callable[[Callable[[], float]], float]]) -> Samples:
+    def time(self, steps: dict[str, Step]) -> Samples:
         return interleave(
             steps,
             seconds=self.seconds,
@@ -135,14 +138,15 @@ def device_section(bench: Bench) -> Section:
 
 def kernel_section(bench: Bench) -> Section:
     """Which kernels there are for the calls of a plain and of our layers."""
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     reasons: dict[str, list[int]] = {}
+    n = bench.sizes.lengths[0]
     for key in ("sdpa", "lean", "lean_alibi"):
         for dtype in DTYPES:
             for width in HEAD_WIDTHS:
-                layer = variant(key).build(Shape(2 * width, 2, 256)).to(bench.device, dtype)
-                call = call_of(layer, bench.tokens(256, 2 * width, batch=2).to(dtype))
-                row: dict[str, Any] = {"layer": variant(key).label, "dtype": _name(dtype), "d": width}
+                layer = variant(key).build(Shape(2 * width, 2, n)).to(bench.device, dtype)
+                call = call_of(layer, bench.tokens(n, 2 * width, batch=2).to(dtype))
+                row: Row = {"layer": variant(key).label, "dtype": _name(dtype), "d": width}
                 chosen = attempt(call)
                 trials = {name: attempt(call, name) for name in BACKENDS}
                 for name, trial in {"chosen": chosen, **trials}.items():
@@ -154,9 +158,52 @@ def kernel_section(bench: Bench) -> Section:
                     **{name: str(trial) for name, trial in trials.items()},
                 }
                 rows.append(row)
-    notes = ["Chosen by torch, and what each backend does when it is the only one allowed."]
+    notes = [f"Causal, {n} tokens: torch's choice, and each backend when it is the only one allowed."]
     notes += [f"- {why} (widths {sorted(set(widths))})" for why, widths in reasons.items()]
     return Section("Kernels of scaled_dot_product_attention", "\n".join(notes), rows)
+
+
+def compare(bench: Bench, build: dict[str, Callable[[], Step]], baseline: str) -> dict[str, Row]:
+    """Time, memory, host reads and kernels of steps, beside those of one of them.
+
+    A step that fails has the reason in its first cell, and the others go on.
+    """
+    steps: dict[str, Step] = {}
+    failures: dict[str, str] = {}
+    peaks: dict[str, int | None] = {}
+    counted: dict[str, Counts] = {baseline: Counts(None, None)}
+    for name, make in build.items():
+        try:
+            step = make()
+            step(time.perf_counter)  # the first run makes what later ones keep
+            peaks[name] = peak_memory(bench.device, partial(step, time.perf_counter))
+            counted[name] = counts(bench.device, partial(step, time.perf_counter))
+            steps[name] = step
+        except torch.OutOfMemoryError:
+            failures[name] = "out of memory"
+        except RuntimeError as error:
+            failures[name] = Failure(f"failed: {first_line(error)}")
+    samples = bench.time(steps)
+    rows: dict[str, Row] = {}
+    for name in build:
+        ratio = samples.ratio(name, baseline)
+        kernels, usual = (counted.get(n, counted[baseline]).kernels for n in (name, baseline))
+        seconds = samples.median(name) if name in steps else math.nan
+        peak = peaks.get(name)
+        row: Row = {
+            "ms": seconds * 1e3,
+            "steps/s": 1.0 / seconds,
+            f"time, × {baseline}": None if ratio is None else ratio.median,
+            "quartiles": None if ratio is None else f"{ratio.low:.3f} to {ratio.high:.3f}",
+            "peak MB": None if peak is None else peak / _MEGABYTE,
+            "host reads": counted.get(name, counted[baseline]).host_reads,
+            "kernels": kernels,
+            f"kernels, × {baseline}": None if kernels is None or usual is None else kernels / usual,
+        }
+        if name in failures:
+            row = {**dict.fromkeys(row, "-"), "ms": failures[name]}
+        rows[name] = row
+    return rows
 
 
 def layer_section(bench: Bench) -> Section:
@@ -166,40 +213,19 @@ def layer_section(bench: Bench) -> Section:
         for n in sizes.lengths:
             print(f"layers, {_name(dtype)}, N = {n}", file=sys.stderr)
             x = bench.tokens(n, sizes.dim, batch=sizes.tokens // n).to(dtype)
-            steps, peaks, failures = {}, {}, {}
-            for key in LAYERS:
-                try:
-                    layer = variant(key).build(Shape(sizes.dim, sizes.heads, n)).to(bench.device, dtype)
-                    step = layer_step(layer, x)
-                    step(time.perf_counter)  # the first run makes what later ones keep
-                    peaks[key] = peak_memory(bench.device, partial(step, time.perf_counter))
-                    steps[key] = step
-                except torch.OutOfMemoryError:
-                    failures[key] = "out of memory"
-            samples = bench.time(steps)
-            for key in LAYERS:
-                row = {"dtype": _name(dtype), "N": n, "layer": variant(key).label}
-                if key in failures:
-                    missing = dict.fromkeys(
-                        ("ms", "× SDPA layer", "quartiles", "peak MB"), failures[key]
-                    )
-                    rows.append({**row, **missing})
-                    continue
-                ratio = samples.ratio(key, "sdpa")
-                times = quartiles = None
-                if ratio is not None:
-                    times, quartiles = ratio.median, f"{ratio.low:.3f} to {ratio.high:.3f}"
-                found = (samples.median(key) * 1e3, times, quartiles, _megabytes(peaks[key]))
-                rows.append({**row, **dict(zip(_MEASURED, found, strict=True))})
+            shape = Shape(sizes.dim, sizes.heads, n)
+
+            def make(key: str, x: Tensor = x, shape: Shape = shape) -> Step:
+                return layer_step(variant(key).build(shape).to(x.device, x.dtype), x)
+
+            found = compare(bench, {key: partial(make, key) for key in LAYERS}, "sdpa")
+            for key, row in found.items():
+                rows.append({"dtype": _name(dtype), "N": n, "layer": variant(key).label, **row})
     note = (
-        f"Forward and backward, {sizes.tokens} tokens, D = {sizes.dim}, H = {sizes.heads}, causal. "
-        "Memory is what a pass takes on top of weights and input."
+        f"Forward and backward, {sizes.tokens} tokens, D = {sizes.dim}, H = {sizes.heads}, causal; "
+        f"sdpa is the {variant('sdpa').label}. Memory is what a pass takes on top of weights and input."
     )
     return Section("Layers", note, rows)
-
-
-def _megabytes(count: int | None) -> float | None:
-    return None if count is None else count / _MEGABYTE
 
 
 def training_section(bench: Bench) -> Section:
@@ -211,44 +237,24 @@ def training_section(bench: Bench) -> Section:
     }
     for precision, context in precisions.items():
         print(f"training steps, {precision}", file=sys.stderr)
-        steps, peaks, counted = {}, {}, {}
-        for recipe in sorted(path.stem for path in RECIPES.glob("*.yaml")):
+
+        def make(recipe: str, context: AbstractContextManager[Any] = context) -> Step:
             model = model_of(sizes.recipes / f"{recipe}.yaml", sizes.block, **sizes.model)
             step = model_step(model.to(bench.device), sizes.batch, sizes.block, context)
             if bench.compiled:
                 model.compile()
-            step(time.perf_counter)  # the first step makes the optimiser's state
-            peaks[recipe] = peak_memory(bench.device, partial(step, time.perf_counter))
-            counted[recipe] = counts(bench.device, partial(step, time.perf_counter))
-            steps[recipe] = step
-        samples = bench.time(steps)
-        for recipe in steps:
-            ratio = samples.ratio(BASELINE, recipe)
-            rows.append(
-                {
-                    "precision": precision,
-                    "model": recipe,
-                    "steps/s": 1.0 / samples.median(recipe),
-                    f"of {BASELINE}'s": None if ratio is None else ratio.median,
-                    "peak MB": _megabytes(peaks[recipe]),
-                    "host reads": counted[recipe].host_reads,
-                    "kernels": counted[recipe].kernels,
-                    f"× {BASELINE}'s": _ratio(counted[recipe], counted[BASELINE]),
-                }
-            )
+            return step
+
+        recipes = sorted(path.stem for path in RECIPES.glob("*.yaml"))
+        found = compare(bench, {recipe: partial(make, recipe) for recipe in recipes}, BASELINE)
+        rows += [{"precision": precision, "model": recipe, **row} for recipe, row in found.items()]
     note = (
-        f"Forward, backward, clipping and AdamW{', compiled' if bench.compiled else ', not compiled'}; "
+        f"Forward, backward, clipping and AdamW, {'compiled' if bench.compiled else 'not compiled'}; "
         f"{sizes.batch} sequences of {sizes.block} tokens, models of {sizes.recipes.name}/*.yaml"
         f"{''.join(f', {k} = {v}' for k, v in sizes.model.items())}. "
         "Memory is what a step takes on top of weights and the optimiser's state."
     )
     return Section("Training steps", note, rows)
-
-
-def _ratio(counted: Counts, baseline: Counts) -> float | None:
-    if counted.kernels is None or baseline.kernels is None:
-        return None
-    return counted.kernels / baseline.kernels
 
 
 def error_section(bench: Bench) -> Section:
@@ -278,29 +284,24 @@ def error_section(bench: Bench) -> Section:
 
 
 def certificate_section(bench: Bench) -> Section:
-    """Certificates beside what an attack reaches, both computed on the device in float32."""
-    sizes, rows = bench.sizes, []
-    n = sizes.attack_length
-    layers = {
-        "L2, lean form": lean(Shape(sizes.dim, sizes.heads, n), max_len=n),
-        "L2, lean, ALiBi": lean(Shape(sizes.dim, sizes.heads, n), positions="alibi"),
-    }
-    for name, layer in layers.items():
-        bound = lf.certify(layer.to(bench.device)).bound
-        attack = lf.attack_lipschitz(
-            OutputOnly(layer),
-            bench.tokens(n, sizes.dim),
-            steps=sizes.attack_steps,
-            restarts=sizes.attack_restarts,
-            generator=torch.Generator(bench.device).manual_seed(0),
-        )
-        row = {"layer": name, "certificate": bound, "an attack reaches": attack.value}
-        rows.append({**row, "holds": "yes" if attack.value <= bound else "NO, please report"})
+    """A certificate beside what an attack reaches, both computed on the device in float32."""
+    sizes, n = bench.sizes, bench.sizes.attack_length
+    layer = lean(Shape(sizes.dim, sizes.heads, n), positions="alibi").to(bench.device)
+    bound = lf.certify(layer).bound
+    attack = lf.attack_lipschitz(
+        OutputOnly(layer),
+        bench.tokens(n, sizes.dim),
+        steps=sizes.attack_steps,
+        restarts=sizes.attack_restarts,
+        generator=torch.Generator(bench.device).manual_seed(0),
+    )
+    row = {"layer": "L2, lean, ALiBi", "certificate": bound, "an attack reaches": attack.value}
+    row["holds"] = "yes" if attack.value <= bound else Failure("NO, please report")
     note = (
         f"l2 norm, {n} tokens, D = {sizes.dim}, {sizes.attack_steps} steps from "
         f"{sizes.attack_restarts} starts."
     )
-    return Section("Certificate against attack", note, rows)
+    return Section("Certificate against attack", note, [row])
 
 
 PARTS: tuple[Callable[[Bench], Section], ...] = (
@@ -325,7 +326,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def run(options: argparse.Namespace) -> bool:
-    """Measures, prints and saves part by part; whether every part came to its end."""
+    """Measures, prints and saves part by part; whether nothing failed."""
     if options.seconds < 0:
         raise BadInput(f"--seconds must not be negative, got {options.seconds}")
     directory = usable_directory(options.output, "--output")
@@ -337,21 +338,17 @@ def run(options: argparse.Namespace) -> bool:
     )
     torch.manual_seed(0)
     sections: list[Section] = []
-    complete = True
     for part in PARTS:
         try:
             section = part(bench)
         except Exception:
-            complete = False
-            rows = [{"failed": traceback.format_exc()}]
-            section = Section(
-                part.__name__.replace("_", " "), "This part failed; please report it.", rows
-            )
+            rows = [{"failed": Failure(traceback.format_exc())}]
+            section = Section(part.__name__, "This part failed; please report it.", rows)
         sections.append(section)
         show(section)
         paths = save(sections, directory, "gpu", "recipes.bench.gpu")
     print("written to " + " and ".join(map(str, paths)))
-    return complete
+    return not any(section.failed() for section in sections)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -38,7 +38,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Trial:
-    """What became of a call: the kernel that ran forward, if one did, whether it has a backward, why not."""
+    """What became of a call: the kernel that ran, if one did, whether backward too, and why not."""
 
     kernel: str | None
     backward: bool

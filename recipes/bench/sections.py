@@ -12,7 +12,11 @@ from rich.markup import escape
 from rich.table import Table
 
 # rich takes 80 columns where it does not write to a terminal.
-_PLAIN_WIDTH = 140
+_PLAIN_WIDTH = 160
+
+
+class Failure(str):
+    """What is in the cell of something that failed and should not have."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,10 @@ class Section:
     title: str
     note: str
     rows: list[dict[str, Any]]
+
+    def failed(self) -> bool:
+        """Whether a cell holds a failure."""
+        return any(isinstance(value, Failure) for row in self.rows for value in row.values())
 
 
 def cell(value: Any) -> str:
@@ -36,7 +44,9 @@ def show(section: Section) -> None:
     console = Console()
     if not console.is_terminal:
         console = Console(width=_PLAIN_WIDTH)
-    table = Table(*map(escape, section.rows[0]), title=escape(section.title))
+    table = Table(title=escape(section.title))
+    for name in section.rows[0]:
+        table.add_column(escape(name), overflow="fold")
     for row in section.rows:
         table.add_row(*(escape(cell(value)) for value in row.values()))
     console.print(table)
