@@ -15,13 +15,14 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch.autograd import DeviceType
 
 from recipes.bench import device, gpu, sdpa
 from recipes.bench.device import Counts
-from recipes.bench.gpu import LAYERS, SMOKE, Bench, main
+from recipes.bench.gpu import FULL, LAYERS, SMOKE, Bench, main
 from recipes.bench.peers import Shape, variant
-from recipes.bench.training import RECIPES
+from recipes.bench.training import RECIPES, config_of
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parents[1]
@@ -188,6 +189,16 @@ def test_kernels_and_memory_are_set_beside_the_baselines(monkeypatch: pytest.Mon
     assert (rows["other"]["kernels"], rows["other"]["kernels, × base"]) == (30, 3.0)
     assert (rows["other"]["host reads"], rows["other"]["peak MB"]) == (0, 3.0)
     assert (rows["other"]["time, × base"], rows["base"]["time, × base"]) == (3.0, 1.0)
+    assert rows["other"]["quartiles"] == "one run only"
+
+
+def test_the_full_sizes_are_those_of_the_recipes_for_gpus() -> None:
+    for name in (path.stem for path in RECIPES.glob("*.yaml")):
+        recipe = FULL.recipes / f"{name}.yaml"
+        options = yaml.safe_load(recipe.read_text(encoding="utf-8"))
+        assert (options["data"]["block"], options["data"]["batch_size"]) == (FULL.block, FULL.batch)
+        config = config_of(recipe, FULL.block, **FULL.model)
+        assert (config.dim, config.num_heads, config.num_layers) == (FULL.dim, FULL.heads, 5)
 
 
 def test_the_kernel_that_ran_is_seen_and_so_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ from recipes.bench.device import Counts, counts, device_facts, device_of, peak_m
 from recipes.bench.peers import OutputOnly, Shape, lean, variant
 from recipes.bench.sdpa import BACKENDS, attempt, call_of
 from recipes.bench.sections import Failure, Section, save, show
-from recipes.bench.timing import Samples, interleave
+from recipes.bench.timing import Ratio, Samples, interleave
 from recipes.bench.timing import training_step as layer_step
 from recipes.bench.training import BASELINE, RECIPES, model_of
 from recipes.bench.training import training_step as model_step
@@ -194,7 +194,7 @@ def compare(bench: Bench, build: dict[str, Callable[[], Step]], baseline: str) -
             "ms": seconds * 1e3,
             "steps/s": 1.0 / seconds,
             f"time, × {baseline}": None if ratio is None else ratio.median,
-            "quartiles": None if ratio is None else f"{ratio.low:.3f} to {ratio.high:.3f}",
+            "quartiles": None if ratio is None else _quartiles(ratio),
             "peak MB": None if peak is None else peak / _MEGABYTE,
             "host reads": counted.get(name, counted[baseline]).host_reads,
             "kernels": kernels,
@@ -204,6 +204,10 @@ def compare(bench: Bench, build: dict[str, Callable[[], Step]], baseline: str) -
             row = {**dict.fromkeys(row, "-"), "ms": failures[name]}
         rows[name] = row
     return rows
+
+
+def _quartiles(ratio: Ratio) -> str:
+    return "one run only" if ratio.count == 1 else f"{ratio.low:.3f} to {ratio.high:.3f}"
 
 
 def layer_section(bench: Bench) -> Section:

@@ -33,11 +33,16 @@ _VOCABULARY = 50
 _TRAINING = ("schedule", "lr", "warmup", "weight_decay", "compile")
 
 
-def model_of(recipe: Path, block: int, **changes: Any) -> LanguageModel:
-    """The model that a recipe trains, with some of its options changed."""
+def config_of(recipe: Path, block: int, **changes: Any) -> LanguageModelConfig:
+    """What the model of a recipe is made of, with some of its options changed."""
     options: dict[str, Any] = yaml.safe_load(recipe.read_text(encoding="utf-8"))["model"]
     shape = {k: v for k, v in {**options, **changes}.items() if k not in _TRAINING}
-    return LanguageModel(LanguageModelConfig(vocab_size=_VOCABULARY, max_len=block, **shape))
+    return LanguageModelConfig(vocab_size=_VOCABULARY, max_len=block, **shape)
+
+
+def model_of(recipe: Path, block: int, **changes: Any) -> LanguageModel:
+    """The model that a recipe trains, with some of its options changed."""
+    return LanguageModel(config_of(recipe, block, **changes))
 
 
 def training_step(
