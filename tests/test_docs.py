@@ -18,7 +18,7 @@ from lipformer.functional import l2_gain
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
-WITHOUT_EXAMPLES = {"theory.md", "training.md"}
+WITHOUT_EXAMPLES = {"gpu.md", "theory.md", "training.md"}
 LANGUAGES = {"python", "text"}
 
 # Runs the page whose path it gets: all but the examples is blank, so that a traceback names the

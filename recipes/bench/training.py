@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,29 +30,47 @@ from training.optimisers import adamw
 RECIPES = Path(__file__).resolve().parents[1] / "ptb" / "small"
 BASELINE = "dot_product"
 _VOCABULARY = 50
-_TRAINING = ("schedule", "lr", "warmup", "weight_decay")
+_TRAINING = ("schedule", "lr", "warmup", "weight_decay", "compile")
 
 
-def model_of(recipe: Path, block: int) -> LanguageModel:
-    """The model that a recipe trains."""
+def config_of(recipe: Path, block: int, **changes: Any) -> LanguageModelConfig:
+    """What the model of a recipe is made of, with some of its options changed."""
     options: dict[str, Any] = yaml.safe_load(recipe.read_text(encoding="utf-8"))["model"]
-    shape = {name: value for name, value in options.items() if name not in _TRAINING}
-    return LanguageModel(LanguageModelConfig(vocab_size=_VOCABULARY, max_len=block, **shape))
+    shape = {k: v for k, v in {**options, **changes}.items() if k not in _TRAINING}
+    return LanguageModelConfig(vocab_size=_VOCABULARY, max_len=block, **shape)
+
+
+def model_of(recipe: Path, block: int, **changes: Any) -> LanguageModel:
+    """The model that a recipe trains, with some of its options changed."""
+    return LanguageModel(config_of(recipe, block, **changes))
 
 
 def training_step(
-    model: LanguageModel, batch: int, block: int
+    model: LanguageModel,
+    batch: int,
+    block: int,
+    precision: AbstractContextManager[Any] = nullcontext(),  # noqa: B008 (it holds no state)
 ) -> Callable[[Callable[[], float]], float]:
-    """A function that takes one whole training step and returns its time by the clock it is given."""
+    """A function that takes one whole training step and returns its time by the clock it is given.
+
+    Args:
+        model: on the device to train on.
+        batch: number of sequences.
+        block: tokens of each.
+        precision: what the forward pass runs in, autocast for instance.
+    """
     optimiser = adamw(model, 1e-4, 0.01, (0.9, 0.999))
-    symbols = torch.randint(_VOCABULARY, (batch, block + 1))
+    device = next(model.parameters()).device
+    symbols = torch.randint(_VOCABULARY, (batch, block + 1)).to(device)
     model.initialize(symbols[:, :-1])
     model.train()
 
     def step(clock: Callable[[], float]) -> float:
         start = clock()
-        logits = model(symbols[:, :-1])
-        F.cross_entropy(logits.flatten(0, 1), symbols[:, 1:].flatten()).backward()
+        with precision:
+            logits = model(symbols[:, :-1])
+            loss = F.cross_entropy(logits.flatten(0, 1), symbols[:, 1:].flatten())
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step()
         optimiser.zero_grad()
