@@ -16,7 +16,7 @@ from torch import Tensor
 
 import lipformer.functional._spectral as spectral
 from lipformer.functional import spectral_norm_bound
-from lipformer.functional._lanczos import gram_matrix, lanczos_steps, start_vector
+from lipformer.functional._lanczos import gram_matrix, lanczos_steps, start_vector, top_eigenvector
 
 METHODS = ["cholesky", "gram", "svd"]
 F64 = torch.float64
@@ -96,6 +96,72 @@ def test_default_is_sound_and_within_one_percent(family: str, shape: tuple[int, 
     weight = FAMILIES[family](*shape)
     assert overshoot(weight) <= 0.01
     assert overshoot(weight.bfloat16()) <= 0.01
+
+
+@pytest.fixture(params=["squaring", "lanczos"])
+def candidate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways to a candidate, whichever this device and size would take."""
+    monkeypatch.setattr(spectral, "_squares", lambda n, device: request.param == "squaring")
+    return str(request.param)
+
+
+@pytest.mark.usefixtures("candidate")
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("shape", [(100, 100), (150, 300)])
+def test_both_candidates_are_sound_and_within_one_percent(family: str, shape: tuple[int, int]) -> None:
+    assert overshoot(FAMILIES[family](*shape)) < 0.0081
+    assert overshoot(FAMILIES[family](*shape).float()) < 0.0081
+
+
+@pytest.mark.parametrize("squarings", [1, 3, 9, 28])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_squaring_keeps_its_promise(squarings: int, family: str) -> None:
+    """The Rayleigh quotient is at least n^(-1/p) of the largest eigenvalue, p = 2^squarings."""
+    a = FAMILIES[family](80, 60).double()
+    gram = a.mT @ a
+    v = top_eigenvector(gram, squarings)
+    quotient = (v.mT @ gram @ v / (v.mT @ v)).item()
+    assert quotient >= truth(a).item() ** 2 * 60 ** (-(0.5**squarings)) * (1 - 1e-8)
+
+
+def test_several_weights_are_bounded_as_each_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = [torch.randn(s) for s in ((70, 80), (80, 70), (3, 5, 4), (4, 5), (200, 150), (70, 80))]
+    weights.append(torch.randn(6, 4).bfloat16())
+    calls = []
+    bound = spectral.spectral_norm_bound
+    monkeypatch.setattr(
+        spectral, "spectral_norm_bound", lambda w: calls.append(tuple(w.shape)) or bound(w)
+    )
+    found = spectral.spectral_norm_bounds(weights)
+    # Large matrices are not stacked on a CPU.
+    assert sorted(calls) == sorted([(3, 80, 70), (4, 5, 4), (1, 200, 150), (1, 6, 4)])
+    for weight, value in zip(weights, found, strict=True):
+        assert value.dtype == F64
+        assert value.shape == weight.shape[:-2]
+        torch.testing.assert_close(value, bound(weight).double(), rtol=1e-6, atol=0)
+        assert (value >= truth(weight)).all()
+
+
+def test_a_stack_that_is_too_large_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = [torch.randn(5, 4, requires_grad=True) for _ in range(7)]
+    whole = spectral.spectral_norm_bounds(weights)
+    monkeypatch.setattr(spectral, "_LARGEST_STACK", 45)
+    cut = spectral.spectral_norm_bounds(weights)
+    assert torch.equal(torch.stack(whole), torch.stack(cut))
+    gradient = torch.autograd.grad(sum(cut), weights)  # type: ignore[arg-type]
+    for weight, g in zip(weights, gradient, strict=True):
+        torch.testing.assert_close(g, torch.autograd.grad(spectral_norm_bound(weight), weight)[0])
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("shape", [(7, 5), (2, 70, 90), (0, 4, 3)])
+@pytest.mark.parametrize("dtype", [F64, torch.bfloat16])
+def test_fake_outputs_are_empty_and_alike(
+    method: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    weight = torch.randn(shape).to(dtype)
+    real, fake = spectral._compute(weight, method), spectral._empty(weight, method)
+    assert [(t.shape, t.dtype) for t in real] == [(t.shape, t.dtype) for t in fake]
 
 
 @pytest.mark.parametrize("method", ["gram", "svd"])

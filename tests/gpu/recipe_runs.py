@@ -59,7 +59,7 @@ class Run:
     Attributes:
         codes: exit code of each command.
         error: of the command that ended the run, with its causes; empty if none did.
-        reads: waits of the host in the last step, which logs nothing, from its batch to its progress bar.
+        reads: waits of the host in the last step, which logs nothing, from batch to progress bar.
         kernels: of the optimiser in all steps, by name.
     """
 
@@ -78,7 +78,6 @@ def watched(run: Run) -> Iterator[None]:
         with record() as log:
             advance(loop, *args)
         if loop.global_step == STEPS:
-
             run.reads += [f"{read.kind} {read.operator} {read.where}" for read in log.reads]
         for name, count in log.kernels.items():
             if "adam" in name:

@@ -1,0 +1,186 @@
+"""Units: all norms computed together give what each layer gives alone, and nothing stays."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lipformer as lf
+from lipformer.functional import _spectral, spectral_norm_bound
+from lipformer.layers._constants import Constants
+from lipformer.layers._frozen import Freezable
+from lipformer.layers._one_pass import Unit
+
+VARIANTS = ("contractive", "lipschitz", "invertible")
+
+
+def model_of(variant: str, **options: object) -> lf.models.LanguageModel:
+    model = lf.models.VARIANTS[variant](11, dim=16, num_heads=2, num_layers=2, max_len=8, **options)
+    model = model.double()
+    model.initialize(torch.randint(11, (4, 8)))
+    return model
+
+
+def gradients(model: nn.Module, loss: Tensor) -> list[Tensor]:
+    return list(torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad]))
+
+
+def alone(model: nn.Module) -> nn.Module:
+    """A copy whose units know no layers, so that each computes for itself."""
+    twin = copy.deepcopy(model)
+    for part in twin.modules():
+        if isinstance(part, Unit):
+            part._bounded, part._contractive = [], []
+    return twin
+
+
+@pytest.fixture
+def stacks(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+    """The shapes of which spectral norms were asked."""
+    asked: list[torch.Size] = []
+
+    def counted(weight: Tensor, *, method: str = "cholesky") -> Tensor:
+        asked.append(weight.shape)
+        return spectral_norm_bound(weight, method=method)
+
+    monkeypatch.setattr(_spectral, "spectral_norm_bound", counted)
+    return asked
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_outputs_and_gradients_are_those_of_layers_alone(variant: str) -> None:
+    model = model_of(variant)
+    twin = alone(model)
+    tokens = torch.randint(11, (2, 8))
+    together, apart = model(tokens), twin(tokens)
+    torch.testing.assert_close(together, apart, rtol=1e-12, atol=1e-13)
+    weight = torch.randn_like(together)
+    for a, b in zip(
+        gradients(model, (together * weight).sum()),
+        gradients(twin, (apart * weight).sum()),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize(("variant", "calls"), [("contractive", 1), ("lipschitz", 3), ("invertible", 2)])
+def test_one_call_for_each_shape(variant: str, calls: int, stacks: list[torch.Size]) -> None:
+    model = model_of(variant)
+    stacks.clear()
+    model(torch.randint(11, (2, 8)))
+    assert len(stacks) == calls
+    assert len({(max(s[1:]), min(s[1:])) for s in stacks}) == calls
+
+
+def test_published_linf_scaling_needs_no_spectral_norm(stacks: list[torch.Size]) -> None:
+    model = model_of("contractive", bound="kim2021")
+    stacks.clear()
+    model(torch.randint(11, (2, 8)))
+    assert stacks == []
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_changed_weight_is_seen_in_the_next_pass(variant: str) -> None:
+    model = model_of(variant)
+    tokens = torch.randint(11, (2, 8))
+    model(tokens)
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.5)
+    model(tokens).square().mean().backward()
+    optimiser.step()
+    torch.testing.assert_close(model(tokens), alone(model)(tokens), rtol=1e-12, atol=1e-13)
+
+
+def kept(model: nn.Module) -> list[Tensor | None]:
+    return [part._kept for part in model.modules() if isinstance(part, Freezable)]
+
+
+def test_nothing_stays_after_a_pass_nor_after_an_error() -> None:
+    model = model_of("lipschitz")
+    model(torch.randint(11, (2, 8)))
+    assert not any(k is not None for k in kept(model))
+    with pytest.raises(ValueError, match="integers"):
+        model(torch.randn(2, 8))
+    assert not any(k is not None for k in kept(model))
+    assert not any(p._freezing for p in model.modules() if isinstance(p, Freezable))
+
+
+def test_a_freeze_around_the_pass_stays_frozen(stacks: list[torch.Size]) -> None:
+    model = model_of("contractive")
+    tokens = torch.randint(11, (2, 8))
+    with lf.frozen(model):
+        first = model(tokens)
+        stacks.clear()
+        assert torch.equal(model(tokens), first)
+        assert stacks == []
+    model(tokens)
+    assert stacks != []
+
+
+def test_a_baked_model_computes_no_norm(stacks: list[torch.Size]) -> None:
+    for variant in VARIANTS:
+        baked = lf.bake(model_of(variant))
+        stacks.clear()
+        baked(torch.randint(11, (2, 8)))
+        assert stacks == []
+
+
+def test_copies_use_their_own_layers() -> None:
+    model = model_of("contractive")
+    twin = copy.deepcopy(model)
+    tokens = torch.randint(11, (2, 8))
+    with torch.no_grad():
+        for p in twin.parameters():
+            p.mul_(1.5)
+    torch.testing.assert_close(twin(tokens), alone(twin)(tokens), rtol=1e-12, atol=1e-13)
+    assert not torch.equal(twin(tokens), model(tokens))
+
+
+def test_a_replaced_layer_computes_for_itself() -> None:
+    block = lf.ConvexResidual(lf.FeedForward(8, 16)).double()
+    block.branch = lf.FeedForward(8, 32).double()
+    x = torch.randn(3, 8, dtype=torch.float64)
+    assert torch.equal(block(x), 0.5 * x + 0.5 * block.branch(x))
+
+
+def test_contractive_follows_a_layer_that_is_put_in_later() -> None:
+    layer = lf.Contractive(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), 0.5, norm="l2")
+    layer.module[2] = nn.Linear(8, 8)
+    nn.init.orthogonal_(layer.module[2].weight, gain=100.0)
+    layer.module[0] = nn.Identity()
+    attack = lf.attack_lipschitz(layer, torch.randn(1, 4, 8), steps=5, restarts=1).value
+    assert 0.1 < attack <= 0.5
+
+
+class TestConstants:
+    def test_by_value(self) -> None:
+        constants, cpu = Constants(), torch.device("cpu")
+        first = constants((1.0, 2.0), cpu)
+        assert constants((1.0, 2.0), cpu) is first
+        assert constants((1.0, 3.0), cpu).tolist() == [1.0, 3.0]
+        assert constants(((1.0, 2.0), (3.0, 4.0)), cpu, torch.float32).shape == (2, 2)
+        assert copy.deepcopy(constants)._held == {}
+
+    def test_they_do_not_pile_up(self) -> None:
+        constants = Constants()
+        for i in range(100):
+            constants((float(i),), torch.device("cpu"))
+        assert len(constants._held) <= 16
+
+    def test_a_layer_first_used_in_inference_mode_can_be_trained(self) -> None:
+        layer = lf.Contractive(lf.L2MultiheadAttention(8, 2, causal=True, positions="alibi"), norm="l2")
+        layer.module.constants = Constants()
+        x = torch.randn(5, 1, 8)
+        with torch.inference_mode():
+            layer(x)
+        layer(x).sum().backward()
+        assert layer.module.q_proj.weight.grad is not None
+
+    def test_slopes_are_not_rounded_with_the_weights(self) -> None:
+        slopes = (0.3, 0.7)
+        layer = lf.L2MultiheadAttention(8, 2, causal=True, positions="alibi", slopes=slopes).bfloat16()
+        found = layer._slopes(torch.zeros(1))
+        assert found is not None
+        assert found.tolist() == list(layer.slopes or ())
