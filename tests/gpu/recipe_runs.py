@@ -1,19 +1,18 @@
-"""Runs the commands of every YAML file under recipes/ on the pretend GPU; test_recipes reads what came.
+"""Runs the commands of YAML files under recipes/ on a device and prints one JSON line for each file.
 
-    python -m tests.gpu.recipe_runs FOLDER recipes/quickstart.yaml:fit,sample recipes/ptb/l2.yaml ...
+    python -m tests.gpu.recipe_runs pretend FOLDER recipes/quickstart.yaml recipes/ptb/l2.yaml:fit ...
 
 Each file keeps its own precision, clipping, optimiser and callbacks; its sizes become tiny and its text
 local. torch.compile knows no such device, and it is one device: `compile: true` and the strategies of
-ddp.yaml and fsdp.yaml are left to tests/training. The attack of the certificate's monitor is real after
-the quickstart alone: it takes seconds and is the same everywhere. Pictures are drawn but not written.
-FOLDER/runs.json gets a `Run` for each file, of all its commands or of those behind the colon.
+ddp.yaml and fsdp.yaml are left to tests/training. Of an attack one gradient is left, since it takes
+seconds and cases_analysis.py has it; pictures are drawn but not written. All commands of a file are run,
+or that behind the colon: a command, or one of CONTROLS.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import sys
 import traceback
@@ -21,24 +20,26 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from matplotlib.figure import Figure
+from torch import Tensor
 
+import lipformer as lf
 import recipes.flows.__main__ as flows
 import recipes.vision.__main__ as vision
 import training.__main__ as language
 from tests.gpu.accelerator import lightning
-from tests.gpu.pretend import record
+from tests.gpu.pretend import NAME, record
 from tests.recipes import test_flows, test_vision
 from tests.training.tiny import write_corpus
-from training import monitors
+from training import module, optimisers
 
 ROOT = Path(__file__).resolve().parents[2]
-ATTACKED = "recipes/quickstart.yaml"
 # Of three steps the first lays buffers out, the second logs; neither happens in the last.
 STEPS, LOGGED = 3, 2
 SIZES: list[object] = [
@@ -57,16 +58,18 @@ class Run:
     """What the commands of a file gave.
 
     Attributes:
+        file: as given.
         codes: exit code of each command.
         error: of the command that ended the run, with its causes; empty if none did.
         reads: waits of the host in the last step, which logs nothing, from batch to progress bar.
-        kernels: of the optimiser in all steps, by name.
+        fused: whether the optimiser is.
     """
 
+    file: str
     codes: dict[str, int] = field(default_factory=dict)
     error: str = ""
     reads: list[str] = field(default_factory=list)
-    kernels: dict[str, int] = field(default_factory=dict)
+    fused: bool = False
 
 
 @contextlib.contextmanager
@@ -79,9 +82,7 @@ def watched(run: Run) -> Iterator[None]:
             advance(loop, *args)
         if loop.global_step == STEPS:
             run.reads += [f"{read.kind} {read.operator} {read.where}" for read in log.reads]
-        for name, count in log.kernels.items():
-            if "adam" in name:
-                run.kernels[name] = run.kernels.get(name, 0) + count
+        run.fused = bool(loop.trainer.optimizers[0].defaults["fused"])
 
     with mock.patch.object(_TrainingEpochLoop, "advance", noted):
         yield
@@ -130,15 +131,32 @@ def set_commands(path: Path, folder: Path) -> Iterator[tuple[Callable[[list[str]
         yield main, [command, *given, "--ckpt_path", folder / "last.ckpt"]
 
 
-def run_file(path: Path, folder: Path, wanted: str) -> Run:
-    """Runs the wanted commands of a file, or all of them, up to the first that raises."""
-    run = Run()
+def offering(*args: Any) -> torch.optim.AdamW:
+    """AdamW as torch makes it: fused, its step offers to unscale gradients."""
+    optimiser = optimisers.adamw(*args)
+    optimiser._step_supports_amp_scaling = True
+    return optimiser
+
+
+# A fit with other options, or with a fault.
+CONTROLS: dict[str, tuple[list[object], Any]] = {
+    "float16": (["--trainer.precision", "16-mixed"], contextlib.nullcontext()),
+    "offering": ([], mock.patch.object(module, "adamw", offering)),
+}
+
+
+def run_file(given: str, out: Path) -> Run:
+    """Runs all commands of a file or the one that is asked for, up to the first that raises."""
+    run = Run(given)
+    file, _, wanted = given.partition(":")
+    options, fault = CONTROLS.get(wanted, ([], contextlib.nullcontext()))
     try:
-        for main, arguments in commands(path, folder):
+        for main, arguments in commands(ROOT / file, out / given):
             command = str(arguments[0])
-            if not wanted or command in wanted.split(","):
-                with warnings.catch_warnings(), watched(run):  # a command sets filters of its own
-                    run.codes[command] = main([str(part) for part in arguments])
+            if wanted in ("", command) or (wanted in CONTROLS and command == "fit"):
+                # A command sets filters of its own.
+                with warnings.catch_warnings(), watched(run), fault:
+                    run.codes[command] = main([str(part) for part in [*arguments, *options]])
     except (Exception, SystemExit) as error:
         cause: BaseException | None = error
         while cause is not None:  # the first cause comes last
@@ -147,18 +165,24 @@ def run_file(path: Path, folder: Path, wanted: str) -> Run:
     return run
 
 
-def main(out: str, *files: str) -> None:
+def gradient(fn: Callable[[Tensor], Tensor], x: Tensor, **_: Any) -> SimpleNamespace:
+    """In place of an attack: the norm of one gradient."""
+    x = x.detach().requires_grad_()
+    return SimpleNamespace(value=torch.autograd.grad(fn(x).sum(), x)[0].norm().item())
+
+
+def main(device: str, out: str, *files: str) -> None:
     """Runs the files in the order given."""
     torch.set_num_threads(1)
     sys.argv, os.environ["PL_GLOBAL_SEED"] = ["recipe_runs"], "0"
-    runs = {}
-    with lightning(), mock.patch.object(Figure, "savefig"):
-        for given in files:
-            file, _, wanted = given.partition(":")
-            attack = monitors.attacked_estimate if file == ATTACKED else lambda *_: math.nan
-            with mock.patch.object(monitors, "attacked_estimate", attack):
-                runs[file] = asdict(run_file(ROOT / file, Path(out) / file, wanted))
-    Path(out, "runs.json").write_text(json.dumps(runs))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(lightning() if device == NAME else contextlib.nullcontext())
+        stack.enter_context(mock.patch.object(Figure, "savefig"))
+        stack.enter_context(mock.patch.object(lf, "attack_lipschitz", gradient))
+        for file in files:
+            with contextlib.redirect_stdout(sys.stderr):
+                run = run_file(file, Path(out))
+            print(json.dumps(asdict(run)), flush=True)
 
 
 if __name__ == "__main__":
