@@ -82,7 +82,8 @@ class AttentionFlow(Unit):
             "roulette". The feed-forward's are always exact, by D forward-mode probes.
         linear: None, "plu" (:class:`InvertibleLinear`) or "permutation".
         base: distribution of the noise: of numbers, of tokens (D,) or of events (T, D); default the
-            standard normal.
+            standard normal. On a GPU its parameters must be there, and without ``validate_args=False``
+            torch makes the host wait for each check.
         probes: random probes of an estimated log-determinant.
         terms: terms of the power series, see :class:`InvertibleResidual`.
 

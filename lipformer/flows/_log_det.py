@@ -70,7 +70,9 @@ def residual_log_det(
         rate: L < 1, a certified constant of f in some norm, or of each token's own map for a causal
             branch (``Contractive.coeff``).
         key_padding_mask: (B, T), True (or -inf) at padded tokens, which count as absent.
-        generator: of the probes and of roulette's number of terms; torch's default if None.
+        generator: of the probes and of roulette's number of terms; torch's default ones if None. On a
+            GPU that is what training wants: a generator of the CPU costs a copy to the GPU, one of the
+            GPU makes roulette's host wait.
         terms: "series": the number of terms, by default as many as the rate needs (0.01 nats per
             dimension, at most 40). "roulette": the number of terms before chance decides, default 2.
             The other two have no use for it.
