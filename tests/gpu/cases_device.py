@@ -47,16 +47,6 @@ def planted_index(linear: nn.Linear, x: Tensor) -> Tensor:
     return linear(x)[:, torch.tensor([0, 2])]
 
 
-def planted_clipping(*_: Any) -> None:
-    """Lightning's plugin of mixed precision refuses it."""
-    from lightning.pytorch.plugins.precision import MixedPrecision
-
-    parameter = nn.Parameter(torch.ones(2, device=_[1].device))
-    parameter.grad = torch.ones_like(parameter)
-    optimiser = torch.optim.AdamW([parameter], fused=True)
-    MixedPrecision("bf16-mixed", _[1].device.type).clip_gradients(optimiser, 1.0)
-
-
 def free(linear: nn.Linear, x: Tensor) -> Tensor:
     """What makes no host wait, though it looks like the faults."""
     out = linear(x) * torch.tensor(2.0)  # a CPU scalar is an argument of the kernel
@@ -168,13 +158,10 @@ FAULTS = {
 ERRORS = {
     planted_constant: "same device|DeviceMixing",
     planted_generator: "generator",
-    planted_clipping: "does not allow for gradient clipping",
 }
-SOUND = (free, tied, pinned)
 DEVICE = by_name(
     [
         *(Case(LINEAR, call=call) for call in (*FAULTS, planted_constant, planted_generator)),
-        Case(LINEAR, call=planted_clipping, trains=False),
         Case(LINEAR, call=free),
         Case(new(tied_pair), call=tied),
         Case(None, call=pinned),

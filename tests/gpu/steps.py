@@ -3,18 +3,23 @@
     python -m tests.gpu.steps                   5 layers of width 512, in a table
     python -m tests.gpu.steps --where           and where the host reads, and the kernels by name
     python -m tests.gpu.steps --layers 1 --dim 64 --precision bf16-mixed
+    python -m tests.gpu.steps --json            one line for each variant, for test_steps.py
 
-Kernels do not depend on the batch, and here not on the number of tokens either.
+Kernels do not depend on the batch, and here not on the number of tokens either. The JSON lines also say
+how many of 14 steps in float16 a loss scale skips, in a small model.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
+import json
 from collections import Counter
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 import lipformer as lf
 from tests.gpu import pretend
@@ -23,25 +28,52 @@ VOCABULARY, BATCH, TOKENS = 50, 2, 32
 DTYPES = {"32-true": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
-def training_step(
-    variant: str, *, layers: int = 5, dim: int = 512, precision: str = "32-true", **options: object
-) -> pretend.Log:
-    """What forward and backward of a second training step do, inside :func:`pretend.device`."""
+def build(name: str, layers: int, dim: int) -> lf.models.LanguageModel:
+    """A model of the variant on the device; contractive_kim2021 has the published scaling."""
+    variant, _, bound = name.partition("_kim")
+    options = {"bound": f"kim{bound}"} if bound else {}
     torch.manual_seed(0)
     model = lf.models.VARIANTS[variant](
         VOCABULARY, dim=dim, num_heads=8, num_layers=layers, max_len=TOKENS, **options
-    ).to(pretend.NAME)
-    dtype = DTYPES[precision]
-    for _ in range(2):
-        text = torch.randint(VOCABULARY, (BATCH, TOKENS + 1)).to(pretend.NAME)
-        cast = torch.autocast(pretend.NAME, dtype) if dtype else contextlib.nullcontext()
-        model.zero_grad()
-        with pretend.record() as log:
-            with cast:
-                logits = model(text[:, :-1])
-                loss = F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
-            loss.backward()
+    )
+    return model.to(pretend.NAME)
+
+
+def draw() -> Tensor:
+    """Random text (B, N + 1)."""
+    return torch.randint(VOCABULARY, (BATCH, TOKENS + 1)).to(pretend.NAME)
+
+
+def loss_of(model: lf.models.LanguageModel, text: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """The loss of a training step."""
+    with torch.autocast(pretend.NAME, dtype) if dtype else contextlib.nullcontext():
+        return F.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
+
+
+def training_step(name: str, layers: int, dim: int, precision: str = "32-true") -> pretend.Log:
+    """What forward and backward of a second training step do, inside :func:`pretend.device`."""
+    model = build(name, layers, dim)
+    with torch.no_grad():
+        loss_of(model, draw(), DTYPES[precision])
+    text = draw()
+    with pretend.record() as log:
+        loss_of(model, text, DTYPES[precision]).backward()
     return log
+
+
+def skipped_steps(name: str) -> int:
+    """How many of 14 steps in float16 the loss scale skips, by infinite gradients."""
+    model = build(name, layers=1, dim=32)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler(pretend.NAME)
+    scales = [scaler.get_scale()]
+    for _ in range(14):
+        optimiser.zero_grad()
+        scaler.scale(loss_of(model, draw(), torch.float16)).backward()
+        scaler.step(optimiser)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return sum(after < before for before, after in itertools.pairwise(scales))
 
 
 def row(name: str, log: pretend.Log, layers: int) -> str:
@@ -62,21 +94,23 @@ def main() -> None:
     parser.add_argument("--precision", choices=DTYPES, default="32-true")
     parser.add_argument("--variants", nargs="+", default=[*lf.models.VARIANTS, "contractive_kim2021"])
     parser.add_argument("--where", action="store_true")
+    parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
-    print(f"{given.layers} layers, D = {given.dim}, {BATCH} x {TOKENS} tokens, {given.precision}")
-    columns = ("host reads", "kernels", "per layer", "GFLOP", "float64", "share")
-    print(f"{'variant':22s} {columns[0]} {columns[1]:>8s} {columns[2]:>10s}", end="")
-    print(f" {columns[3]:>8s} {columns[4]:>8s} {columns[5]:>8s}")
+    if not given.json:
+        print(f"{given.layers} layers, D = {given.dim}, {BATCH} x {TOKENS} tokens, {given.precision}")
+        print(f"{'variant':22s} host reads  kernels  per layer    GFLOP  float64    share")
     with pretend.device():
         for name in given.variants:
-            variant, _, bound = name.partition("_kim")
-            options = {"bound": f"kim{bound}"} if bound else {}
-            try:
-                log = training_step(
-                    variant, layers=given.layers, dim=given.dim, precision=given.precision, **options
-                )
-            except pretend.DeviceMixing as error:
-                print(f"{name:22s} fails: {error}")
+            log = training_step(name, given.layers, given.dim, given.precision)
+            if given.json:
+                kernels, reads = sum(log.kernels.values()), len(log.reads)
+                found = {
+                    "variant": name,
+                    "kernels": kernels,
+                    "reads": reads,
+                    "skipped": skipped_steps(name),
+                }
+                print(json.dumps(found), flush=True)
                 continue
             print(row(name, log, given.layers), flush=True)
             if given.where:
