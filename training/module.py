@@ -21,6 +21,7 @@ from training.batches import mixed_seed
 from training.data import CharacterData, run_seed
 from training.errors import BadInput
 from training.optimisers import adamw
+from training.sharding import shard
 from training.windows import IGNORED, Batch
 
 # Windows that ActNorm takes its scales from.
@@ -153,8 +154,6 @@ class LanguageModule(L.LightningModule):
             self.model = self._loaded() if self.pretrained is not None else self._built()
             self._calibrate()
         if isinstance(self._strategy, ModelParallelStrategy):
-            from training.sharding import shard
-
             assert self.device_mesh is not None
             shard(self.model, self.device_mesh["data_parallel"])
         if self.compiled:
