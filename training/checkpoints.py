@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from lipformer.models import LanguageModel, LanguageModelConfig
 from training.errors import BadInput, first_line
@@ -201,21 +200,3 @@ def _differences(found: Mapping[str, Any], expected: Mapping[str, Tensor]) -> st
 def _some(names: list[str], most: int = 3) -> str:
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
-
-
-def whole_model(model: LanguageModel) -> LanguageModel:
-    """The model itself, or an unsharded copy where its weights are shared out over processes.
-
-    All processes must call it: they send each other their parts.
-    """
-    if not any(isinstance(p, DTensor) for p in model.parameters()):
-        return model
-    with torch.random.fork_rng(devices=[]):
-        copy = LanguageModel(model.config)
-    copy.load_state_dict({name: _whole(value) for name, value in model.state_dict().items()})
-    copy.to(next(model.parameters()).device).train(model.training)
-    return copy
-
-
-def _whole(value: Tensor) -> Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value

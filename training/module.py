@@ -21,6 +21,7 @@ from training.batches import mixed_seed
 from training.data import CharacterData, run_seed
 from training.errors import BadInput
 from training.optimisers import adamw
+from training.sharding import shard
 from training.windows import IGNORED, Batch
 
 # Windows that ActNorm takes its scales from.
@@ -153,7 +154,8 @@ class LanguageModule(L.LightningModule):
             self.model = self._loaded() if self.pretrained is not None else self._built()
             self._calibrate()
         if isinstance(self._strategy, ModelParallelStrategy):
-            self._shard()
+            assert self.device_mesh is not None
+            shard(self.model, self.device_mesh["data_parallel"])
         if self.compiled:
             self.model.compile()
 
@@ -201,17 +203,6 @@ class LanguageModule(L.LightningModule):
         tokens = self.data.first_tokens(_CALIBRATION, min(self.data.block, self.model.config.max_len))
         self.model.train()
         self.model(tokens.to(next(self.model.parameters()).device))
-
-    def _shard(self) -> None:
-        """Each block's weights in parts over the processes (torch's fully_shard)."""
-        from torch.distributed.fsdp import fully_shard
-
-        assert self.device_mesh is not None
-        mesh = self.device_mesh["data_parallel"]
-        for block in self.model.trunk:
-            if any(p.requires_grad for p in block.parameters()):
-                fully_shard(block, mesh=mesh)
-        fully_shard(self.model, mesh=mesh)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits of each next token: (B, N) -> (B, N, V)."""

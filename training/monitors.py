@@ -18,10 +18,10 @@ import lipformer as lf
 from lipformer.flows import NotConverged
 from lipformer.models import LanguageModel
 from lipformer.models._generate import check_sampling
-from training.checkpoints import whole_model
 from training.corpus import decode, encode
 from training.errors import BadInput
 from training.module import LanguageModule
+from training.sharding import whole_model
 
 
 @contextmanager

@@ -148,7 +148,8 @@ class Contractive(Freezable):
                 options.append(coeff * positive(bound).reciprocal())
             else:
                 factor = coeff / (max(bound, 1e-6) if bound else 1.0)
-                options.append(like.new_full((), factor, dtype=torch.float64))
+                # Not like.new_full: of a weight that is shared out it would be shared out too.
+                options.append(torch.full((), factor, dtype=torch.float64, device=like.device))
         return options
 
     @staticmethod

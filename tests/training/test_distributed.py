@@ -34,6 +34,46 @@ def run(folder: Path, strategy: str, variant: str, packing: str) -> list[dict[st
     return [torch.load(folder / f"{strategy}{rank}.pt", weights_only=True) for rank in range(count)]
 
 
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_its_file_trains_on_two_processes(tmp_path: Path, name: str) -> None:
+    """With the file's own strategy, precision, clipping and callbacks, in small."""
+    given = {
+        "config": f"recipes/ptb/{name}.yaml",
+        "trainer.accelerator": "cpu",
+        "trainer.max_steps": 2,
+        "trainer.max_epochs": "null",
+        "trainer.val_check_interval": 2,
+        "trainer.check_val_every_n_epoch": "null",
+        "trainer.default_root_dir": tmp_path,
+        "data.source": "dir",
+        "data.path": write_corpus(tmp_path / "corpus", lines=24),
+        "data.characters": "plain",
+        "data.block": 16,
+        "data.batch_size": 4,
+        "model.dim": 16,
+        "model.num_heads": 4,
+        "model.num_layers": 1,
+        "model.compile": "false",
+        "certificate.steps": 1,
+        "certificate.restarts": 1,
+        "text.length": 4,
+    }
+    options = [part for option, value in given.items() for part in (f"--{option}", str(value))]
+    done = subprocess.run(
+        [sys.executable, "-m", "training", "fit", *options],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        timeout=300,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "validation, bits per character" in done.stdout
+    saved = torch.load(tmp_path / "0" / "checkpoints" / "last.ckpt", weights_only=True)
+    assert saved["global_step"] == 2
+    load_model(tmp_path / "0" / "checkpoints" / "last.ckpt")
+
+
 # The paper's packing has batches whose processes have unlike numbers of symbols.
 @pytest.mark.slow
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 from tests.training.tiny import Losses, data, module, trainer
-from training.checkpoints import whole_model
 from training.monitors import CertificateMonitor, InversionMonitor, certified_bound
+from training.sharding import whole_model
 
 
 def main(corpus: str, out: str, strategy: str, variant: str, packing: str) -> None:
