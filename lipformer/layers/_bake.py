@@ -145,16 +145,20 @@ class Scaled(Bakeable):
 
     def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """Shapes as the module's."""
-        factor = self.factor
-        if type(self.module).forward is nn.Linear.forward and factor.ndim == 0:
+        factor, module = self.factor, self.module
+        if (
+            isinstance(module, nn.Linear)
+            and type(module).forward is nn.Linear.forward
+            and factor.ndim == 0
+        ):
             # A power of two goes into the weight, which is exact: a large factor behind the product
             # would multiply the gradients that float16-mixed training holds in float16.
             mantissa = torch.frexp(factor).mantissa
             power, factor = factor / mantissa, mantissa
-            bias = None if self.module.bias is None else self.module.bias * power
-            out = F.linear(x, self.module.weight * power, bias)
+            bias = None if module.bias is None else module.bias * power
+            out = F.linear(x, module.weight * power, bias)
         else:
-            out = call_branch(self.module, x, key_padding_mask)
+            out = call_branch(module, x, key_padding_mask)
         return out * round_down(factor, out.dtype)
 
 

@@ -24,29 +24,36 @@ class Freezable(Bakeable):
         super().__init__()
         self._freezing = False
         self._kept: Tensor | None = None
+        self._kept_of: object = None
         self._kept_tracked = False
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy made inside a freeze is not frozen: it would never thaw.
-        return {**self.__dict__, "_freezing": False, "_kept": None}
+        return {**self.__dict__, "_freezing": False, "_kept": None, "_kept_of": None}
 
-    def derived(self, compute: Callable[[], Tensor]) -> Tensor:
-        """The derived tensor, computed anew unless frozen."""
+    def derived(self, compute: Callable[[], Tensor], of: object = None) -> Tensor:
+        """The derived tensor, computed anew unless frozen.
+
+        Args:
+            compute: computes it.
+            of: what it is derived from, if that is not the module alone; another one is computed anew.
+        """
         if not self._freezing:
             return compute()
         # What was kept without a graph must not silence gradients that are wanted later.
         tracked = torch.is_grad_enabled()
-        if self._kept is None or (tracked and not self._kept_tracked):
-            self._kept, self._kept_tracked = compute(), tracked
+        if self._kept is None or of is not self._kept_of or (tracked and not self._kept_tracked):
+            self._kept, self._kept_of, self._kept_tracked = compute(), of, tracked
         return self._kept
 
-    def freeze(self, value: Tensor | None = None) -> None:
+    def freeze(self, value: Tensor | None = None, of: object = None) -> None:
         """Keeps the derived tensor from now on: ``value``, or what the next look computes."""
-        self._freezing, self._kept, self._kept_tracked = True, value, torch.is_grad_enabled()
+        self._freezing, self._kept, self._kept_of = True, value, of
+        self._kept_tracked = torch.is_grad_enabled()
 
     def thaw(self) -> None:
         """Forgets it."""
-        self._freezing, self._kept = False, None
+        self._freezing, self._kept, self._kept_of = False, None, None
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 import torch.nn.utils.parametrize as parametrize
-from torch import Tensor
+from torch import nn
 
 from lipformer.functional import spectral_norm_bound
 from lipformer.functional._spectral import spectral_norm_bounds
@@ -46,9 +46,7 @@ class Unit(Bakeable):
         parts: list[Freezable] = []
         try:
             # Bounded weights first: what is divided by norms may hold them.
-            bounded = [
-                (b, c.original) for b, c in self._bounded if _free(b) and not _sharded(c.original)
-            ]
+            bounded = [(b, chain.original) for b, chain in self._bounded if _ready(b, chain)]
             norms = spectral_norm_bounds([weight for _, weight in bounded])
             alike: dict[object, list[int]] = {}
             for i, (bound, weight) in enumerate(bounded):
@@ -60,10 +58,9 @@ class Unit(Bakeable):
                 )
                 for i, factor in zip(group, factors.unbind(), strict=True):
                     bound, weight = bounded[i]
-                    bound.freeze(weight * factor)
+                    bound.freeze(weight * factor, weight)
                     parts.append(bound)
-            needed = [(c, c.matrices()) for c in self._contractive if _free(c)]
-            needed = [(c, matrices) for c, matrices in needed if not any(map(_sharded, matrices))]
+            needed = [(c, c.matrices()) for c in self._contractive if _ready(c, c)]
             norms = spectral_norm_bounds([matrix for _, matrices in needed for matrix in matrices])
             for contractive, matrices in needed:
                 contractive.freeze(contractive.scales_of(norms[: len(matrices)]))
@@ -75,14 +72,12 @@ class Unit(Bakeable):
                 part.thaw()
 
 
-def _free(part: Freezable) -> bool:
-    """Whether no freeze around this one has the part already."""
-    return not part._freezing
-
-
-def _sharded(weight: Tensor) -> bool:
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+def _ready(part: Freezable, holder: nn.Module) -> bool:
+    """Whether no freeze around this one has the part already, and its holder's weights are here."""
+    if part._freezing:
         return False
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return True
     from torch.distributed.tensor import DTensor
 
-    return isinstance(weight, DTensor)
+    return not any(isinstance(weight, DTensor) for weight in holder.parameters())

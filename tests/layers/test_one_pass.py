@@ -154,6 +154,19 @@ def test_contractive_follows_a_layer_that_is_put_in_later() -> None:
     assert 0.1 < attack <= 0.5
 
 
+def test_one_parametrization_of_two_weights_keeps_them_apart() -> None:
+    bound = lf.SpectralBound(1.0, "normalize")
+    layers = [nn.Linear(8, 8, bias=False).double() for _ in range(2)]
+    for layer in layers:
+        nn.utils.parametrize.register_parametrization(layer, "weight", bound)
+    block = lf.ConvexResidual(nn.Sequential(*layers))
+    x = torch.randn(3, 8, dtype=torch.float64)
+    want = alone(block)(x)
+    torch.testing.assert_close(block(x), want, rtol=1e-12, atol=1e-13)
+    with lf.frozen(block):
+        torch.testing.assert_close(block(x), want, rtol=1e-12, atol=1e-13)
+
+
 class TestConstants:
     def test_by_value(self) -> None:
         constants, cpu = Constants(), torch.device("cpu")
