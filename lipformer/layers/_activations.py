@@ -13,14 +13,10 @@ from lipformer.certificate import Ask, Bound, register_bound
 from lipformer.functional._checks import tracing
 
 
-def _kept(x: Tensor) -> Tensor:
-    """1 where feature k is at least feature k + d/2, else 0: (*, d) -> (*, d / 2)."""
-    a, b = x.chunk(2, dim=-1)
-    return (a >= b).to(x.dtype)
-
-
 def _swap(x: Tensor, kept: Tensor) -> Tensor:
-    """x with features k and k + d/2 swapped where ``kept`` is 0: linear in x, and its own transpose.
+    """x with features k and k + d/2 swapped where ``kept`` (*, d / 2) is 0 and not 1.
+
+    Linear in x, and its own transpose.
 
     Products with 0 and 1: exact for finite numbers, and several times as fast as a choice by bool.
     """
@@ -30,18 +26,33 @@ def _swap(x: Tensor, kept: Tensor) -> Tensor:
 
 
 class _SortPairs(torch.autograd.Function):
-    """MaxMin in plain reverse mode: one pass over the gradient instead of one for each product."""
+    """MaxMin in plain reverse mode, in place: on a CPU fresh memory costs more than the arithmetic."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         a, b = x.chunk(2, dim=-1)
         if ctx.needs_input_grad[0]:
-            ctx.save_for_backward(_kept(x))
-        return torch.cat([torch.maximum(a, b), torch.minimum(a, b)], dim=-1)
+            ctx.save_for_backward(torch.ge(a, b, out=torch.empty_like(a)))
+        out = torch.empty_like(x)
+        larger, smaller = out.chunk(2, dim=-1)
+        torch.maximum(a, b, out=larger)
+        torch.minimum(a, b, out=smaller)
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return _swap(grad, *ctx.saved_tensors)
+        (kept,) = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return _swap(grad, kept)
+        larger, smaller = grad.chunk(2, dim=-1)
+        out = torch.empty_like(grad)
+        a, b = out.chunk(2, dim=-1)
+        try:
+            torch.lerp(smaller, larger, kept, out=a)
+            torch.lerp(larger, smaller, kept, out=b)
+        except RuntimeError:  # a batch of gradients at once, which no operator writes in place
+            return _swap(grad, kept)
+        return out
 
 
 class MaxMin(nn.Module):
@@ -55,7 +66,8 @@ class MaxMin(nn.Module):
         if x.shape[-1] % 2:
             raise ValueError(f"MaxMin needs an even number of features, got shape {tuple(x.shape)}")
         if tracing() or forward_ad._current_level >= 0:
-            return _swap(x, _kept(x.detach()))
+            a, b = x.detach().chunk(2, dim=-1)
+            return _swap(x, (a >= b).to(x.dtype))
         return _SortPairs.apply(x)
 
 

@@ -132,7 +132,7 @@ def _folding_error(layer: L2MultiheadAttention) -> Tensor | float:
 
 
 def head_matrices(layer: L2MultiheadAttention, norms: tuple[str, ...]) -> dict[str, Tensor]:
-    """The matrices whose spectral norms :func:`contractive_head_scales` needs in these norms.
+    """The matrices whose spectral norms :func:`contractive_head_bounds` needs in these norms.
 
     "heads": the query-key weights (H, d, D); "q": the same as one matrix (D, D); "m": the output
     matrices as one.

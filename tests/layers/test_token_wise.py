@@ -142,3 +142,15 @@ def test_residuals_are_their_formulas() -> None:
         assert 1 - 0.75 * weight <= bound <= (1 - 0.75 * weight) * (1 + 1e-12)
     deep = nn.Sequential(*(lf.ConvexResidual(nn.Tanh()) for _ in range(100)))
     assert math.isclose(lf.certify(deep).bound, 1.0, rel_tol=1e-10)
+
+
+def test_derivatives_of_max_min_in_every_mode() -> None:
+    layer, x = lf.MaxMin(), torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(layer, x, check_batched_grad=True, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(layer, x)
+    want = torch.autograd.functional.jacobian(layer, x[0])
+    for jacobian in (torch.func.jacrev, torch.func.jacfwd):
+        assert torch.equal(jacobian(layer)(x[0].detach()), want)
+        assert torch.equal(torch.func.vmap(jacobian(layer))(x.detach())[0], want)
+    twin = torch.func.vmap(layer)(x.detach())
+    assert torch.equal(twin, layer(x))
