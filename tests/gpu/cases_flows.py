@@ -147,11 +147,8 @@ METHODS = (
 FLOWS = by_name(
     [
         *(case(block, named=mask) for block in (*BLOCKS, *TOKEN_MAPS) for mask in ({}, PADDED)),
-        *(
-            case(block, call=inverse, named=mask, trains=False)
-            for block in (*BLOCKS, *TOKEN_MAPS)
-            for mask in ({}, PADDED)
-        ),
+        *(case(block, call=inverse, named=PADDED, trains=False) for block in (*BLOCKS, *TOKEN_MAPS)),
+        *(case(BLOCKS[i], call=inverse, trains=False) for i in (0, 1)),
         *(case(BLOCKS[i], call=inverse_step, trains=False) for i in (0, 5)),
         *(
             case(block, call=forward_and_log_det, named={"method": method, **mask}, compared=DRAWN)

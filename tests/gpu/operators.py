@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +39,7 @@ class Operator(NamedTuple):
         is_view: its result shares the data of its argument.
         operands: which positional arguments are tensors.
         takes_scalars: a CPU scalar may be an operand.
+        draws: it takes a generator.
     """
 
     func: Any
@@ -46,6 +47,7 @@ class Operator(NamedTuple):
     is_view: bool
     operands: tuple[bool, ...]
     takes_scalars: bool
+    draws: bool
 
 
 def about(func: Any) -> Operator:
@@ -58,16 +60,19 @@ def about(func: Any) -> Operator:
         any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns),
         tuple(isinstance(argument.type, torch._C.TensorType) for argument in schema.arguments),
         torch.Tag.pointwise in func.tags or name.startswith(SCALAR_OPERAND),
+        any(argument.name == "generator" for argument in schema.arguments),
     )
 
 
-def _leaves(value: Any) -> Iterator[Any]:
-    """The entries of an argument: operators nest nothing deeper than lists."""
-    if isinstance(value, list | tuple):
-        for entry in value:
-            yield from _leaves(entry)
-    else:
-        yield value
+def _leaves(value: Any) -> list[Any]:
+    """The entries of arguments or results: operators nest nothing deeper than lists."""
+    found = []
+    for entry in value if isinstance(value, list | tuple) else (value,):
+        if isinstance(entry, list | tuple):
+            found += entry
+        else:
+            found.append(entry)
+    return found
 
 
 def _map(fn: Callable[[Any], Any], value: Any) -> Any:
@@ -78,7 +83,7 @@ def _map(fn: Callable[[Any], Any], value: Any) -> Any:
 
 def check_devices(operator: Operator, tensors: list[Tensor]) -> None:
     """As on CUDA: a CPU scalar may be an operand of a pointwise operator, nothing else may be mixed."""
-    strangers = [t for t in tensors if not on_device(t)]
+    strangers = [t for t in tensors if t.is_cpu]
     if not strangers:
         return
     func = operator.func
@@ -122,50 +127,46 @@ def _note_reads(operator: Operator, args: tuple[Any, ...], tensors: list[Tensor]
     return False
 
 
-def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+def _flops(func: Any, args: Any, kwargs: Any, tensors: list[Tensor], results: list[Tensor]) -> int:
     """Of products by torch's formulas, of factorisations by theirs; one for each number elsewhere."""
     packet = func._overloadpacket
     if packet in flop_registry:
-        return flop_registry[packet](*args, **kwargs, out_val=out)
-    first = next(t for t in _leaves((args, *kwargs.values(), out)) if isinstance(t, Tensor))
+        return flop_registry[packet](*args, **kwargs, out_val=results[0] if results else None)
     if packet in {aten.linalg_cholesky_ex, aten.linalg_inv_ex}:
-        return first.numel() * first.shape[-1] // (3 if packet is aten.linalg_cholesky_ex else 1)
+        return tensors[0].numel() * tensors[0].shape[-1] // (1 if packet is aten.linalg_inv_ex else 3)
     if packet is aten.linalg_solve_triangular:
-        return args[1].numel() * first.shape[-1]
-    return max([t.numel() for t in _leaves(out) if isinstance(t, Tensor)], default=0)
+        return tensors[1].numel() * tensors[0].shape[-1]
+    return max([t.numel() for t in results or tensors], default=0)
 
 
-def _numbers_as_tensors(operator: Operator, args: tuple[Any, ...]) -> Iterator[Any]:
+def _number_as_tensor(number: float, other: Tensor) -> Tensor:
     """A number where a tensor belongs, in a tensor that promotes dtypes as the number would.
 
     The dispatcher hands such operands to Python as numbers, and not every operator takes them back.
     """
-    for arg, operand in zip(args, operator.operands, strict=False):
-        if operand and isinstance(arg, int | float):
-            other = [t for t in args if isinstance(t, Tensor)][-1]
-            dtype = torch.result_type(other, arg)
-            exact = other.ndim > 0 and dtype == other.dtype and isinstance(arg, float)
-            arg = torch.tensor(arg, dtype=torch.float64 if exact else dtype)
-        yield arg
+    dtype = torch.result_type(other, number)
+    exact = other.ndim > 0 and dtype == other.dtype and isinstance(number, float)
+    return torch.tensor(number, dtype=torch.float64 if exact else dtype)
 
 
 def run(operator: Operator, *args: Any, **kwargs: Any) -> Any:
     """Runs an operator of the device on the data of its tensors."""
-    func, name = operator.func, operator.name
-    if operator.is_view or name == "set_":
+    func, name, is_view, operands, _, draws = operator
+    if is_view or name == "set_":
         return func._op_dk(CPU, *args, **kwargs)  # metadata alone
-    leaves = list(_leaves((args, *kwargs.values())))
+    leaves = _leaves((*args, *kwargs.values()))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if not _note_reads(operator, args, tensors):
         check_devices(operator, tensors)
+    if draws:
         _check_generators(func, leaves)
     hosts: dict[int, tuple[Tensor, Tensor]] = {}
 
     def unwrap(leaf: Any) -> Any:
-        if not on_device(leaf):
-            return leaf
         if not isinstance(leaf, Tensor):
-            return torch.device("cpu")
+            return leaf
+        if leaf.is_cpu:
+            return leaf
         host = host_of(leaf)
         hosts[id(host)] = host, leaf
         return host
@@ -177,20 +178,24 @@ def run(operator: Operator, *args: Any, **kwargs: Any) -> Any:
             return hosts[id(result)][1]
         return result if name == "copy_" else to_device(result)
 
-    host_args = [_map(unwrap, arg) for arg in _numbers_as_tensors(operator, args)]
-    host_kwargs = {key: _map(unwrap, value) for key, value in kwargs.items() if key != "pin_memory"}
+    host_args = [_map(unwrap, arg) for arg in args]
+    for i, arg in enumerate(args):
+        if operands[i] and isinstance(arg, int | float):
+            host_args[i] = _number_as_tensor(arg, tensors[-1])
+    host_kwargs = {key: _map(unwrap, value) for key, value in kwargs.items()}
+    if "device" in kwargs:
+        host_kwargs.update(device="cpu", pin_memory=None)
     with torch._C._ExcludeDispatchKeyGuard(_CPU_AUTOCAST):
         out = func(*host_args, **host_kwargs)
-    for host, t in hosts.values():
-        if host.shape != t.shape:
-            point_to(t, host)
+    if func._schema.is_mutable:
+        for host, t in hosts.values():
+            if host.shape != t.shape:
+                point_to(t, host)
     # A copy from or to the CPU is no kernel.
     if recording() and name not in NO_KERNEL and not (name == "copy_" and len(hosts) < 2):
-        numbers = (
-            t for t in (*leaves, *_leaves(out)) if isinstance(t, Tensor) and t.is_floating_point()
-        )
-        dtype = next((t.dtype for t in numbers), None)
-        note_kernel(name, _flops(func, args, kwargs, out), dtype)
+        results = [t for t in _leaves(out) if isinstance(t, Tensor)]
+        dtype = next((t.dtype for t in (*tensors, *results) if t.is_floating_point()), None)
+        note_kernel(name, _flops(func, args, kwargs, tensors, results), dtype)
     return _map(wrap, out)
 
 
