@@ -148,7 +148,7 @@ class LanguageModule(L.LightningModule):
         if "model" in self._modules:
             return
         kind = self.device.type
-        # The other devices have no random numbers of their own, or (mps) no state to put back.
+        # What the device draws with is put back, too; mps does not tell its state.
         with torch.random.fork_rng([] if kind in ("cpu", "mps") else [self.device], device_type=kind):
             torch.manual_seed(run_seed())
             self.model = self._loaded() if self.pretrained is not None else self._built()

@@ -105,6 +105,8 @@ def commands(path: Path, folder: Path) -> Iterator[tuple[Callable[[list[str]], i
         given += ["--trainer.devices", 1, "--trainer.strategy", "auto"]
     yield language.main, ["fit", *given, "--trainer.default_root_dir", folder / "runs"]
     last = folder / "runs" / "0" / "checkpoints" / "last.ckpt"
+    more = ["--ckpt_path", last, "--trainer.default_root_dir", folder / "runs"]
+    yield language.main, ["fit", *given, *more, "--trainer.max_steps", STEPS + 1]
     for command in ("validate", "test"):
         yield language.main, [command, *given, "--ckpt_path", last]
     yield language.main, ["certify", last, "--steps", 1, "--restarts", 1, "--length", 4]
@@ -154,7 +156,7 @@ def run_file(given: str, out: Path) -> Run:
     options, fault = CONTROLS.get(wanted, ([], contextlib.nullcontext()))
     try:
         for main, arguments in commands(ROOT / file, out / given):
-            command = str(arguments[0])
+            command = "resume" if run.codes.keys() == {"fit"} == {arguments[0]} else str(arguments[0])
             if wanted in ("", command) or (wanted in CONTROLS and command == "fit"):
                 # A command sets filters of its own.
                 with warnings.catch_warnings(), watched(run), fault:

@@ -47,7 +47,10 @@ def expected(file: str) -> dict[str, int]:
     """Exit codes of all commands of a file."""
     if "/vision/" in file or "/flows/" in file:
         return dict.fromkeys(COMMANDS[:3], 0)
-    return {**dict.fromkeys(COMMANDS, 0), "certify": int(file.rpartition("/")[2] in UNCERTIFIED)}
+    return {
+        **dict.fromkeys([*COMMANDS, "resume"], 0),
+        "certify": int(file.rpartition("/")[2] in UNCERTIFIED),
+    }
 
 
 @pytest.mark.parametrize("file", [file for file in QUICK if ":" not in file or file.endswith(":fit")])
