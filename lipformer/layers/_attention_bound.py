@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lipformer.certificate._linear_rules import linf_norm
@@ -29,7 +30,8 @@ def positive(bound: Tensor) -> Tensor:
     other tokens) must not be enlarged. Other small bounds are raised to 1e-6, so that gradients stay
     finite.
     """
-    return bound.clamp_min(1e-6).masked_fill(bound == 0.0, 1.0)
+    # threshold, whose derivative is one kernel where that of clamp_min is three.
+    return F.threshold(bound, 1e-6, 1e-6).masked_fill(bound == 0.0, 1.0)
 
 
 def joint_bound(q: Tensor, m: Tensor, gains: Tensor) -> Tensor:

@@ -385,7 +385,7 @@ class L2MultiheadAttention(Bakeable):
         weight = (matrix * factor.squeeze(-1).to(matrix.dtype)).flatten(1).to(self._stored().dtype)
         bias: Tensor | None = self.out_proj.bias
         if bias is not None and bias_scale is not None:
-            bias = bias * bias_scale.to(bias.dtype)
+            bias = bias * bias_scale
         return F.linear(rearrange(heads, "b h n d -> b n (h d)"), weight, bias)
 
     def _batched(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
