@@ -5,8 +5,9 @@ torch.func and optimisers treat them as those of any device. Mixing devices rais
 host and each copy is noted with its kind, operator, file and line; kernels (what runs on the device and
 is not a view or an allocation) are counted by name, and floating-point operations by dtype.
 
-The name of the backend is global to a process and cannot be taken back, so pytest never imports this:
-tests start processes that do (`worker.py`). What is patched, is patched inside :func:`device` alone::
+The name of the backend is global to a process and cannot be taken back, so :func:`device` is never
+entered by pytest's own process: tests start processes that do (`worker.py`). What is patched, is patched
+inside it alone::
 
     with device(), record() as log:
         loss = model.to("pretend")(x.to("pretend")).sum()

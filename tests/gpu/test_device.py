@@ -14,12 +14,11 @@ from torch import nn
 import lipformer as lf
 from lipformer import analysis, certificate, flows, functional, layers, models
 from tests.gpu.case import options
-from tests.gpu.cases_analysis import ANALYSIS
 from tests.gpu.cases_device import DEVICE, ERRORS, FAULTS
 from tests.gpu.cases_flows import FLOWS
 from tests.gpu.cases_layers import LAYERS
 from tests.gpu.cases_models import MODELS
-from tests.gpu.results import results
+from tests.gpu.results import ROOT, results
 
 PACKAGES = (layers, flows, models, certificate, functional, analysis, lf)
 # Functions that hold no tensor, register a rule, or need another library.
@@ -66,6 +65,13 @@ def test_the_device_is_sound(name: str, device: str) -> None:
     assert found["reads"] == []
 
 
+def test_code_asks_for_the_type_of_a_device() -> None:
+    """And not for CUDA: else the branches of GPUs would not be taken on the pretend one."""
+    parts = [ROOT / name for name in ("lipformer", "training", "recipes")]
+    files = [path for part in parts for path in part.rglob("*.py")]
+    assert [str(path) for path in files if re.search(r"\.is_cuda\b", path.read_text())] == []
+
+
 def test_every_layer_has_cases_with_every_option() -> None:
     """A layer or an option that is added needs a case."""
     every = [*LAYERS.values(), *FLOWS.values(), *MODELS.values()]
@@ -87,4 +93,3 @@ def test_every_function_is_run() -> None:
     variants = set(lf.models.VARIANTS)  # built by name
     missing = {name for name in functions if not re.search(rf"\b{name}\b", source)}
     assert missing - variants == ELSEWHERE
-    assert ANALYSIS

@@ -15,8 +15,8 @@ BUDGET = {
     "l2_tied": 635,
     "contractive": 924,
     "contractive_kim2021": 1233,
-    "invertible": 1305,
-    "lipschitz": 1311,
+    "invertible": 1275,
+    "lipschitz": 1281,
 }
 
 
