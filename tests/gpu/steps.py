@@ -2,7 +2,7 @@
 
     python -m tests.gpu.steps                   5 layers of width 512, in a table
     python -m tests.gpu.steps --where           and where the host reads, and the kernels by name
-    python -m tests.gpu.steps --layers 1 --dim 64 --precision bf16-mixed
+    python -m tests.gpu.steps --layers 1 --dim 64 --precision 32-true
     python -m tests.gpu.steps --json            one line for each variant, for test_steps.py
 
 Kernels do not depend on the batch, and here not on the number of tokens either. The JSON lines also say
@@ -29,9 +29,11 @@ DTYPES = {"32-true": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float
 
 
 def build(name: str, layers: int, dim: int) -> lf.models.LanguageModel:
-    """A model of the variant on the device; contractive_kim2021 has the published scaling."""
+    """A model of the variant on the device, with the options of its recipe for GPUs, recipes/ptb/."""
     variant, _, bound = name.partition("_kim")
     options = {"bound": f"kim{bound}"} if bound else {}
+    if variant == "dot_product":
+        options = {"positions": "rotary"}
     torch.manual_seed(0)
     model = lf.models.VARIANTS[variant](
         VOCABULARY, dim=dim, num_heads=8, num_layers=layers, max_len=TOKENS, **options
@@ -50,7 +52,7 @@ def loss_of(model: lf.models.LanguageModel, text: Tensor, dtype: torch.dtype | N
         return F.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
 
 
-def training_step(name: str, layers: int, dim: int, precision: str = "32-true") -> pretend.Log:
+def training_step(name: str, layers: int, dim: int, precision: str = "bf16-mixed") -> pretend.Log:
     """What forward and backward of a second training step do, inside :func:`pretend.device`."""
     model = build(name, layers, dim)
     with torch.no_grad():
@@ -91,7 +93,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--layers", type=int, default=5)
     parser.add_argument("--dim", type=int, default=512)
-    parser.add_argument("--precision", choices=DTYPES, default="32-true")
+    parser.add_argument("--precision", choices=DTYPES, default="bf16-mixed")
     parser.add_argument("--variants", nargs="+", default=[*lf.models.VARIANTS, "contractive_kim2021"])
     parser.add_argument("--where", action="store_true")
     parser.add_argument("--json", action="store_true")
