@@ -4,9 +4,9 @@
 
 DIRECTORY has ptb.train.txt, ptb.valid.txt and ptb.test.txt; NAME is that of a file in recipes/ptb, by
 default all. Each runs in processes of its own (ddp and fsdp in two, by gloo), not compiled, with one
-batch of validation, small monitors and no attack, which takes minutes. Prints a row for each as it ends: its time, the peak memory of
-its largest process, and what failed. It shows that the recipes fit together at full size; how fast they
-are on a GPU it does not show.
+batch of validation, small monitors and no attack, which takes minutes. Prints a row for each as it ends:
+its time, the peak memory of its largest process, and what failed. It shows that the recipes fit together
+at full size; how fast they are on a GPU it does not show.
 """
 
 from __future__ import annotations
