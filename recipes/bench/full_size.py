@@ -11,6 +11,7 @@ at full size; how fast they are on a GPU it does not show.
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -52,19 +53,26 @@ def run(name: str, text: str) -> tuple[float, float, str]:
     return seconds, used.ru_maxrss / 2**20, failure
 
 
-def main(text: str, *names: str) -> int:
+def main(argv: list[str] | None = None) -> int:
     """Prints the table; returns 1 if a run failed."""
     every = sorted(path.stem for path in (_ROOT / "recipes" / "ptb").glob("*.yaml"))
+    parser = argparse.ArgumentParser(prog="python -m recipes.bench.full_size", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("directory", type=Path, help="where the text is")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(every)}")
+    given = parser.parse_args(argv)
+    if not given.directory.is_dir():
+        parser.error(f"DIRECTORY must be one with text files, got {str(given.directory)!r}")
+    if unknown := [name for name in given.names if name not in every]:
+        parser.error(f"NAME must be of {', '.join(every)}, got {', '.join(unknown)}")
     print("| configuration | time, s | peak, GiB | failure |\n|---|---|---|---|", flush=True)
     failed = False
-    for name in names or every:
-        seconds, memory, failure = run(name, str(Path(text).resolve()))
+    for name in given.names or every:
+        seconds, memory, failure = run(name, str(given.directory.resolve()))
         failed |= bool(failure)
         print(f"| {name} | {seconds:.0f} | {memory:.2f} | {failure or 'none'} |", flush=True)
     return int(failed)
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 2:
-        sys.exit(__doc__)
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(main())

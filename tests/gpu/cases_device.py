@@ -57,9 +57,9 @@ def free(linear: nn.Linear, x: Tensor) -> Tensor:
 
 
 def scaled_step(linear: nn.Linear, x: Tensor) -> Any:
-    """Fused AdamW with a loss scale, float16; then gradient clipping and an unfused one."""
-    scaler = torch.amp.GradScaler(x.device.type, init_scale=1024.0)
+    """Fused AdamW with a loss scale; then an unfused one, with gradients clipped."""
     device = x.device.type
+    scaler = torch.amp.GradScaler(device, init_scale=1024.0)
     for fused in (True, False):
         optimiser = torch.optim.AdamW(linear.parameters(), lr=0.1, fused=fused)
         with torch.autocast(device, torch.bfloat16):
@@ -110,7 +110,7 @@ def casts(linear: nn.Linear, x: Tensor) -> list[int]:
 
 
 def saved(linear: nn.Linear, x: Tensor) -> Any:
-    """Through a file: on the device, or where map_location says; deepcopy; ties are kept."""
+    """Through a file: on the device, or where map_location says; and deepcopy."""
     file = io.BytesIO()
     torch.save(linear.state_dict(), file)
     loaded = [torch.load(file.seek(0) or file, map_location=place) for place in (None, "cpu")]
@@ -161,7 +161,7 @@ ERRORS = {
 }
 DEVICE = by_name(
     [
-        *(Case(LINEAR, call=call) for call in (*FAULTS, planted_constant, planted_generator)),
+        *(Case(LINEAR, call=call) for call in (*FAULTS, *ERRORS)),
         Case(LINEAR, call=free),
         Case(new(tied_pair), call=tied),
         Case(None, call=pinned),

@@ -19,7 +19,7 @@ A command line that trains on it, with Lightning's accelerator "pretend" (see `a
     python -m tests.gpu.run training fit --config recipes/quickstart.yaml --trainer.accelerator pretend
 
 What it cannot show: time, memory, rounding (kernels are the CPU's), kernels of NVIDIA's libraries, and
-what CUDA does asynchronously.
+what CUDA does asynchronously or in threads (backward runs in the calling one).
 """
 
 from __future__ import annotations
@@ -90,6 +90,9 @@ def device() -> Iterator[None]:
     ]
     with contextlib.ExitStack() as stack:
         stack.callback(torch.__future__.set_swap_module_params_on_conversion, swap)
+        # A thread of autograd's own may let go of Python objects while the interpreter ends, which
+        # aborts the process.
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         for owner, name, replacement in patches:
             stack.enter_context(mock.patch.object(owner, name, replacement))
         yield

@@ -36,12 +36,12 @@ import training.__main__ as language
 from recipes.flows import report
 from recipes.flows.pictures import inversion_errors
 from tests.gpu.accelerator import lightning
+from tests.gpu.log import ROOT
 from tests.gpu.pretend import NAME, record
 from tests.recipes import test_flows, test_vision
 from tests.training.tiny import write_corpus
 from training import module, optimisers
 
-ROOT = Path(__file__).resolve().parents[2]
 # Of three steps the first lays buffers out, the second logs; neither happens in the last.
 STEPS, LOGGED = 3, 2
 SIZES: list[object] = [

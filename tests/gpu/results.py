@@ -7,10 +7,9 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.gpu.log import ROOT
 
 
 def lines(*command: str) -> list[Any]:

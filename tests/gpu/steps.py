@@ -1,4 +1,4 @@
-"""Host reads, kernels and operations of one training step of each language model, on the pretend GPU.
+"""Host reads, kernels and operations of a training step of each model of recipes/ptb on the pretend GPU.
 
     python -m tests.gpu.steps                   5 layers of width 512, in a table
     python -m tests.gpu.steps --where           and where the host reads, and the kernels by name
@@ -21,32 +21,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import lipformer as lf
+from lipformer.models import LanguageModel
+from recipes.bench.training import RECIPES, model_of
 from tests.gpu import pretend
 
-VOCABULARY, BATCH, TOKENS = 50, 2, 32
+BATCH, TOKENS = 2, 32
+# Of recipes/ptb/small, which has the variants and not ddp and fsdp.
+VARIANTS = sorted(path.stem for path in RECIPES.glob("*.yaml"))
 DTYPES = {"32-true": None, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
-def build(name: str, layers: int, dim: int) -> lf.models.LanguageModel:
-    """A model of the variant on the device, with the options of its recipe for GPUs, recipes/ptb/."""
-    variant, _, bound = name.partition("_kim")
-    options = {"bound": f"kim{bound}"} if bound else {}
-    if variant == "dot_product":
-        options = {"positions": "rotary"}
+def build(name: str, layers: int, dim: int) -> LanguageModel:
+    """The model of recipes/ptb/NAME.yaml on the device, without dropout."""
     torch.manual_seed(0)
-    model = lf.models.VARIANTS[variant](
-        VOCABULARY, dim=dim, num_heads=8, num_layers=layers, max_len=TOKENS, **options
-    )
-    return model.to(pretend.NAME)
+    recipe = RECIPES.parent / f"{name}.yaml"
+    return model_of(recipe, TOKENS, dim=dim, num_layers=layers, dropout=0.0).to(pretend.NAME)
 
 
-def draw() -> Tensor:
+def draw(model: LanguageModel) -> Tensor:
     """Random text (B, N + 1)."""
-    return torch.randint(VOCABULARY, (BATCH, TOKENS + 1)).to(pretend.NAME)
+    return torch.randint(model.config.vocab_size, (BATCH, TOKENS + 1)).to(pretend.NAME)
 
 
-def loss_of(model: lf.models.LanguageModel, text: Tensor, dtype: torch.dtype | None) -> Tensor:
+def loss_of(model: LanguageModel, text: Tensor, dtype: torch.dtype | None) -> Tensor:
     """The loss of a training step."""
     with torch.autocast(pretend.NAME, dtype) if dtype else contextlib.nullcontext():
         return F.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
@@ -56,8 +53,8 @@ def training_step(name: str, layers: int, dim: int, precision: str = "bf16-mixed
     """What forward and backward of a second training step do, inside :func:`pretend.device`."""
     model = build(name, layers, dim)
     with torch.no_grad():
-        loss_of(model, draw(), DTYPES[precision])
-    text = draw()
+        loss_of(model, draw(model), DTYPES[precision])
+    text = draw(model)
     with pretend.record() as log:
         loss_of(model, text, DTYPES[precision]).backward()
     return log
@@ -71,7 +68,7 @@ def skipped_steps(name: str) -> int:
     scales = [scaler.get_scale()]
     for _ in range(14):
         optimiser.zero_grad()
-        scaler.scale(loss_of(model, draw(), torch.float16)).backward()
+        scaler.scale(loss_of(model, draw(model), torch.float16)).backward()
         scaler.step(optimiser)
         scaler.update()
         scales.append(scaler.get_scale())
@@ -94,7 +91,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=5)
     parser.add_argument("--dim", type=int, default=512)
     parser.add_argument("--precision", choices=DTYPES, default="bf16-mixed")
-    parser.add_argument("--variants", nargs="+", default=[*lf.models.VARIANTS, "contractive_kim2021"])
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
     parser.add_argument("--where", action="store_true")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()

@@ -8,7 +8,7 @@ from tests.gpu.cases_analysis import ANALYSIS
 from tests.gpu.results import results
 
 
-@pytest.mark.parametrize("name", ANALYSIS)
+@pytest.mark.parametrize("name", ANALYSIS, ids=str)
 def test_on_the_device(name: str, device: str) -> None:
     """As on the CPU, with gradients; and the host never waits in training."""
     found = results("analysis", device)[name]

@@ -18,7 +18,8 @@ from tests.gpu.cases_device import DEVICE, ERRORS, FAULTS
 from tests.gpu.cases_flows import FLOWS
 from tests.gpu.cases_layers import LAYERS
 from tests.gpu.cases_models import MODELS
-from tests.gpu.results import ROOT, results
+from tests.gpu.log import ROOT
+from tests.gpu.results import results
 
 PACKAGES = (layers, flows, models, certificate, functional, analysis, lf)
 # Functions that hold no tensor, register a rule, or need another library.
@@ -58,7 +59,7 @@ def test_a_mixing_is_caught(fault: Any, device: str) -> None:
 SOUND = [name for name, case in DEVICE.items() if case.call not in (*FAULTS, *ERRORS)]
 
 
-@pytest.mark.parametrize("name", SOUND)
+@pytest.mark.parametrize("name", SOUND, ids=str)
 def test_the_device_is_sound(name: str, device: str) -> None:
     found = results("device", device)[name]
     assert found["error"] is None

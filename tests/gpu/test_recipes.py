@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.gpu.results import ROOT, lines
+from tests.gpu.log import ROOT
+from tests.gpu.results import lines
 
 FILES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "recipes").rglob("*.yaml"))
 # In `make test`: all commands of the quickstart, one fit for each variant and each kind of recipe.
