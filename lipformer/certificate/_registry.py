@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lipformer.certificate._certificate import Certificate, NotCertifiable
 from lipformer.functional import spectral_norm_bound
+from lipformer.functional._checks import tracing
 
 NORMS = ("l2", "token", "self", "linf")
 
@@ -69,6 +70,10 @@ class Ask:
         if self.path not in self.known:
             self.known[self.path] = spectral_norm_bound(weight).double()
         return self.known[self.path]
+
+    def readable(self, tensor: Tensor) -> bool:
+        """Whether values may be looked at: not in a graph, nor off the CPU within a forward pass."""
+        return not tracing() and (tensor.device.type == "cpu" or not self.as_eval)
 
     def child(self, module: nn.Module, name: str) -> Bound:
         """The bound of a child module under the same question."""

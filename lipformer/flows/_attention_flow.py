@@ -18,7 +18,7 @@ from lipformer.flows._linear import InvertibleLinear, Permutation
 from lipformer.flows._pullback import without_padding
 from lipformer.layers import L2MultiheadAttention, LipSwish, SpectralLinear
 from lipformer.layers._attention_layout import padding
-from lipformer.layers._one_pass import Unit
+from lipformer.layers._one_pass import OnePass
 
 LINEAR = {"plu": InvertibleLinear, "permutation": Permutation}
 
@@ -55,7 +55,7 @@ def standard_normal_log_prob(z: Tensor) -> Tensor:
     return -0.5 * (z.square() + math.log(2.0 * math.pi))
 
 
-class AttentionFlow(Unit):
+class AttentionFlow(OnePass):
     r"""Density of sequences or sets (B, T, D): noise pulled through invertible attention.
 
     .. math:: \log p(x) = \log p_0(f(x)) + \log|\det f'(x)|

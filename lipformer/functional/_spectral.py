@@ -33,13 +33,13 @@ _DENSE_ENLARGEMENT = 2.0**-24
 _SQUARINGS = 9
 """n^(1/2^10) <= 1 + _ENLARGEMENT up to n = 2000: squaring the Gram matrix so often is always enough."""
 
-_SQUARED = {"cpu": 128}
-"""Up to this size squaring is quicker than Lanczos on a device; above, see `_squares`."""
+_SQUARED_ON_CPU, _SQUARED = 128, 1024
+"""Up to this size squaring is quicker than Lanczos, on a CPU and on other devices."""
 
 
 def _squares(n: int, device: torch.device) -> bool:
     """Whether the candidate comes from squaring: 9 products, where Lanczos is some 500 launches."""
-    return n <= _SQUARED.get(device.type, 1024)
+    return n <= (_SQUARED_ON_CPU if device.type == "cpu" else _SQUARED)
 
 
 def verified_square(gram: Tensor, shift: Tensor, k: int) -> Tensor:

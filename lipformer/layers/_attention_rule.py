@@ -10,7 +10,6 @@ from torch import Tensor
 
 from lipformer.certificate import Ask, Bound, register_bound
 from lipformer.functional import l2_gain, row_spread
-from lipformer.functional._checks import tracing
 from lipformer.layers._attention_bound import (
     joint_bound_minimum,
     linf_bound_kim2021,
@@ -176,9 +175,7 @@ def contractive_head_bounds(
 @register_bound(L2MultiheadAttention)
 def _(layer: L2MultiheadAttention, ask: Ask) -> Bound:
     root = layer._root()
-    # Within a forward pass values are read where that is free.
-    readable = not tracing() and (root.device.type == "cpu" or not ask.as_eval)
-    if readable and not bool(((root > 0) & torch.isfinite(root)).all()):
+    if ask.readable(root) and not bool(((root > 0) & torch.isfinite(root)).all()):
         raise ask.refuse(
             f"its temperatures leave the range of {root.dtype}: {layer.log_temperature}",
             "log_temperature between -80 and 80",

@@ -154,7 +154,8 @@ class Scaled(Bakeable):
             # A power of two goes into the weight, which is exact: a large factor behind the product
             # would multiply the gradients that float16-mixed training holds in float16.
             mantissa = torch.frexp(factor).mantissa
-            power, factor = factor / mantissa, mantissa
+            power = torch.where(mantissa == 0.0, 1.0, factor / mantissa)
+            factor = mantissa
             bias = None if module.bias is None else module.bias * power
             out = F.linear(x, module.weight * power, bias)
         else:

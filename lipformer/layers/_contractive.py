@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from lipformer.certificate import Ask, Bound, NotCertifiable, register_bound
 from lipformer.certificate._registry import bound_of, check_norm, check_seq_len
-from lipformer.functional._checks import tracing
 from lipformer.functional._spectral import spectral_norm_bounds
 from lipformer.layers._attention_bake import bake_attention
 from lipformer.layers._attention_bound import positive
@@ -118,6 +117,7 @@ class Contractive(Freezable):
     def _matrices(self) -> dict[str, Tensor]:
         if isinstance(self.module, L2MultiheadAttention):
             return head_matrices(self.module, self.norms)
+        # What was put there since without a weight of that name is bounded by its own rule.
         found = {path: getattr(self.get_submodule(path), "weight", None) for path in self._normed}
         return {path: weight for path, weight in found.items() if isinstance(weight, Tensor)}
 
@@ -128,11 +128,9 @@ class Contractive(Freezable):
             return options[0]
         return torch.stack(options).index_select(0, self._choice(options)).squeeze(0)
 
-    def _options(self, norms: list[Tensor] | None = None) -> list[Tensor]:
-        """The factors for each of the norms, (H,) or scalars."""
-        matrices = self._matrices()
-        found = spectral_norm_bounds(list(matrices.values())) if norms is None else norms
-        known = dict(zip(matrices, found, strict=True))
+    def _options(self, norms: list[Tensor]) -> list[Tensor]:
+        """The factors for each of the norms in which the module may be divided, (H,) or scalars."""
+        known = dict(zip(self._matrices(), norms, strict=True))
         margin = max([0.0, *(rounding_margin(p) for p in self.module.parameters())])
         coeff = self.coeff * (1.0 - margin)
         if isinstance(self.module, L2MultiheadAttention):
@@ -162,7 +160,7 @@ class Contractive(Freezable):
         """The norm that the module is divided for with its present weights; it may change with them."""
         if len(self.norms) == 1:
             return self.norms[0]
-        return self.norms[int(self._choice(self._options()))]
+        return self.norms[int(self._choice(self._options(spectral_norm_bounds(self.matrices()))))]
 
     def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """Runs the module and divides; shapes as the module's."""
@@ -202,12 +200,10 @@ def _(module: Contractive, ask: Ask) -> Bound:
         return Bound(module.coeff, f"divided by its {ask.norm} bound")
     seq_len = module.seq_len if ask.seq_len is None else ask.seq_len
     inner = replace(ask, path=f"{ask.path}.module" if ask.path else "module", seq_len=seq_len)
-    options = module._options()
+    options = module._options(spectral_norm_bounds(module.matrices()))
     choice = module._choice(options)
     scales = torch.stack(options).index_select(0, choice).squeeze(0)
-    # Within a forward pass values are read where that is free.
-    readable = not tracing() and (choice.device.type == "cpu" or not ask.as_eval)
-    divided = module.norms[int(choice)] if readable else " or ".join(module.norms)
+    divided = module.norms[int(choice)] if ask.readable(choice) else " or ".join(module.norms)
     if isinstance(module.module, L2MultiheadAttention):
         value = attention_bound(module.module, inner, scales)
     else:

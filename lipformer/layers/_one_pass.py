@@ -17,15 +17,15 @@ from lipformer.layers._frozen import Freezable
 from lipformer.layers._spectral import SpectralBound
 
 
-class Unit(Bakeable):
+class OnePass(Bakeable):
     """A module whose layers' spectral norms are computed together in each of its forward passes.
 
-    A layer alone computes the norms of its weights when it runs: some 70 kernels a layer. A unit wraps
+    A layer alone computes the norms of its weights when it runs: some 70 kernels a layer. Such a module wraps
     its forward pass in :meth:`one_pass` instead; then there is one call for all weights of one shape,
     and each layer is frozen until the pass is over. Nothing is kept from one pass to the next.
 
-    Units may hold units: the outermost does the work. Weights that fully_shard has not gathered yet are
-    left to the unit that gathers them.
+    They may be nested: the outermost does the work. Weights that fully_shard has not gathered yet are
+    left to the one that gathers them.
     """
 
     def refresh(self) -> None:

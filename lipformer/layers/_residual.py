@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from lipformer.certificate import Ask, Bound, register_bound, weighted_sum
 from lipformer.certificate._token_axes import mixed_axes
 from lipformer.layers._branch import call_branch
-from lipformer.layers._one_pass import Unit
+from lipformer.layers._one_pass import OnePass
 from lipformer.layers._step import Cache, step_module
 
 
@@ -29,7 +29,7 @@ def one_layout(branch: nn.Module) -> nn.Module:
     return branch
 
 
-class Residual(Unit):
+class Residual(OnePass):
     """x + f(x), of constant at most 1 + Lip(f).
 
     Args:
@@ -54,7 +54,7 @@ class Residual(Unit):
         return x + same_shape(x, out), cache
 
 
-class ConvexResidual(Unit):
+class ConvexResidual(OnePass):
     """(1 - a) x + a f(x), of constant at most 1 - a + a Lip(f): 1 around a 1-Lipschitz branch.
 
     Args:

@@ -7,13 +7,13 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from lipformer.layers._one_pass import Unit
+from lipformer.layers._one_pass import OnePass
 from lipformer.models import _pretrained as pretrained
 
 _M = TypeVar("_M", bound="SavedModel")
 
 
-class SavedModel(Unit):
+class SavedModel(OnePass):
     """A model that is built from its config alone.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Units: all norms computed together give what each layer gives alone, and nothing stays."""
+"""OnePass: all norms computed together give what each layer gives alone, and nothing stays."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import lipformer as lf
 from lipformer.functional import _spectral, spectral_norm_bound
 from lipformer.layers._constants import Constants
 from lipformer.layers._frozen import Freezable
-from lipformer.layers._one_pass import Unit
+from lipformer.layers._one_pass import OnePass
 
 VARIANTS = ("contractive", "lipschitz", "invertible")
 
@@ -29,10 +29,10 @@ def gradients(model: nn.Module, loss: Tensor) -> list[Tensor]:
 
 
 def alone(model: nn.Module) -> nn.Module:
-    """A copy whose units know no layers, so that each computes for itself."""
+    """A copy whose OnePass modules know no layers, so that each computes for itself."""
     twin = copy.deepcopy(model)
     for part in twin.modules():
-        if isinstance(part, Unit):
+        if isinstance(part, OnePass):
             part._bounded, part._contractive = [], []
     return twin
 
