@@ -52,8 +52,8 @@ class Ask:
         path: where the module stands in the model.
         kind: the module's class.
         as_eval: count dropout as in eval mode, whatever the mode (Contractive divides by that).
-        known: spectral norms of weights by the path of their module, given beforehand or found while
-            answering, so that each is computed once for all norms; None to remember nothing.
+        known: weights and their spectral norms, given beforehand or found while answering, so that each
+            is computed once for all norms; None to remember nothing.
     """
 
     norm: str
@@ -61,15 +61,17 @@ class Ask:
     path: str = ""
     kind: str = ""
     as_eval: bool = False
-    known: dict[str, Tensor] | None = None
+    known: list[tuple[Tensor, Tensor]] | None = None
 
     def spectral_norm(self, weight: Tensor) -> Tensor:
-        """An upper bound of the spectral norm of the module's ``weight``, a float64 scalar."""
-        if self.known is None:
-            return spectral_norm_bound(weight).double()
-        if self.path not in self.known:
-            self.known[self.path] = spectral_norm_bound(weight).double()
-        return self.known[self.path]
+        """An upper bound of the spectral norm of ``weight`` (m, n), a float64 scalar."""
+        for other, norm in self.known or ():
+            if other is weight:
+                return norm
+        norm = spectral_norm_bound(weight).double()
+        if self.known is not None:
+            self.known.append((weight, norm))
+        return norm
 
     def readable(self, tensor: Tensor) -> bool:
         """Whether values may be looked at: not in a graph, nor off the CPU within a forward pass."""

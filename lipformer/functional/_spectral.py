@@ -265,12 +265,15 @@ def spectral_norm_bounds(weights: Sequence[Tensor]) -> list[Tensor]:
         The bounds (*,) of each in float64.
     """
     groups: dict[tuple[object, ...], list[int]] = {}
+    found: dict[int, Tensor] = {}
     for i, weight in enumerate(weights):
         m, n = weight.shape[-2:]
+        if weight.numel() == 0:
+            found[i] = spectral_norm_bound(weight).double()
+            continue
         alone = weight.device.type == "cpu" and not _squares(min(m, n), weight.device)
         shape = (max(m, n), min(m, n), weight.dtype, weight.device)
         groups.setdefault((*shape, i) if alone else shape, []).append(i)
-    found: dict[int, Tensor] = {}
     for group in groups.values():
         stacks = {i: tall(weights[i]).reshape(-1, *tall(weights[i]).shape[-2:]) for i in group}
         most = max(1, _LARGEST_STACK // math.prod(stacks[group[0]].shape[-2:]))

@@ -130,33 +130,39 @@ def _folding_error(layer: L2MultiheadAttention) -> Tensor | float:
     return unit * norms * layer.out_proj.weight.double().norm()
 
 
+def head_matrix_names(norms: tuple[str, ...]) -> list[str]:
+    """Which matrices :func:`contractive_head_bounds` needs the spectral norms of, in these norms."""
+    left = ["heads"] * ("token" in norms) + ["q"] * bool({"l2", "self"}.intersection(norms))
+    return [*left, "m"] if left else []
+
+
 def head_matrices(layer: L2MultiheadAttention, norms: tuple[str, ...]) -> dict[str, Tensor]:
-    """The matrices whose spectral norms :func:`contractive_head_bounds` needs in these norms.
+    """The matrices of :func:`head_matrix_names`.
 
     "heads": the query-key weights (H, d, D); "q": the same as one matrix (D, D); "m": the output
     matrices as one.
     """
     found: dict[str, Tensor] = {}
-    q = layer.q_proj.weight
-    if "token" in norms:
-        found["heads"] = rearrange(q, "(h d) i -> h d i", h=layer.num_heads)
-    if {"l2", "self"}.intersection(norms):
-        found["q"] = q
-    if found:
-        found["m"] = layer.output_matrix().flatten(0, 1)
+    for name in head_matrix_names(norms):
+        if name == "m":
+            found[name] = layer.output_matrix().flatten(0, 1)
+        else:
+            q = layer.q_proj.weight
+            found[name] = q if name == "q" else rearrange(q, "(h d) i -> h d i", h=layer.num_heads)
     return found
 
 
 def contractive_head_bounds(
-    layer: L2MultiheadAttention, asks: list[Ask], norms: dict[str, Tensor]
+    layer: L2MultiheadAttention, asks: list[Ask], norms: list[Tensor]
 ) -> list[Tensor]:
     """What the heads are divided by to give the layer constant 1: (H,) for each of the questions.
 
     Args:
         layer: the attention.
         asks: the questions, one for each norm.
-        norms: bounds of the norms of :func:`head_matrices`, by name.
+        norms: bounds of the norms of :func:`head_matrices`.
     """
+    known = dict(zip(head_matrix_names(tuple(ask.norm for ask in asks)), norms, strict=True))
     bounds = []
     for ask in asks:
         if ask.norm == "linf":
@@ -164,8 +170,8 @@ def contractive_head_bounds(
             spreads = layer.constants(head_spreads(layer, ask), q.device)
             bounds.append(_linf(layer, q, layer.output_matrix(), spreads).expand(layer.num_heads))
             continue
-        left = norms["heads"].square().sum().sqrt() if ask.norm == "token" else norms["q"]
-        right = norms["m"] if layer.v_proj is None else norms["m"] + _folding_error(layer)
+        left = known["heads"].square().sum().sqrt() if ask.norm == "token" else known["q"]
+        right = known["m"] if layer.v_proj is None else known["m"] + _folding_error(layer)
         # The factor covers the rounding of these products, and of a float64 product that formed m.
         gains = tuple(gain * (1.0 + 4e-12) for gain in head_gains(layer, ask))
         bounds.append(left * right * layer.constants(gains, left.device))

@@ -146,11 +146,9 @@ class Scaled(Bakeable):
     def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """Shapes as the module's."""
         factor, module = self.factor, self.module
-        if (
-            isinstance(module, nn.Linear)
-            and type(module).forward is nn.Linear.forward
-            and factor.ndim == 0
-        ):
+        hooked = module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__
+        plain = type(module).forward is nn.Linear.forward and not hooked
+        if isinstance(module, nn.Linear) and plain and factor.ndim == 0:
             # A power of two goes into the weight, which is exact: a large factor behind the product
             # would multiply the gradients that float16-mixed training holds in float16.
             mantissa = torch.frexp(factor).mantissa

@@ -36,9 +36,12 @@ class Constants:
                 return torch.stack([self(row, device, dtype) for row in values])
             return torch.stack([torch.full((), v, dtype=dtype, device=device) for v in values])
         key = values, device, dtype
-        if key not in self._held:
+        if key in self._held:
+            return self._held[key]
+        with torch.inference_mode(False):
+            made = torch.tensor(values, dtype=dtype, device=device)
+        if type(made) is Tensor:  # and not a stand-in of FakeTensorMode
             if len(self._held) == self._MOST:
                 self._held.clear()
-            with torch.inference_mode(False):
-                self._held[key] = torch.tensor(values, dtype=dtype, device=device)
-        return self._held[key]
+            self._held[key] = made
+        return made

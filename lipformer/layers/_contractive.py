@@ -83,13 +83,13 @@ class Contractive(Freezable):
         """The largest number of tokens that the constant holds for, or None for any."""
         return self.seq_len
 
-    def _ask(self, norm: str, known: dict[str, Tensor] | None = None) -> Ask:
+    def _ask(self, norm: str, known: list[tuple[Tensor, Tensor]] | None = None) -> Ask:
         return Ask(norm, self.seq_len, "module", type(self.module).__name__, as_eval=True, known=known)
 
     def _possible_norms(self) -> tuple[str, ...]:
         """The norms in which the module has a bound; raises NotCertifiable if there is none."""
         found, refusals = [], []
-        known: dict[str, Tensor] = {}
+        known: list[tuple[Tensor, Tensor]] = []
         for norm in _CHOICES if self.norm is None else (self.norm,):
             try:
                 with torch.no_grad():
@@ -99,8 +99,20 @@ class Contractive(Freezable):
                 refusals.append(error)
         if not found:
             raise refusals[0]
-        self._normed = tuple(known)
+        self._names = tuple(name for name, _ in self.module.named_parameters())
+        normed = {id(weight) for weight, _ in known}
+        self._normed = tuple(name for name, p in self.module.named_parameters() if id(p) in normed)
         return tuple(found)
+
+    def _now(self, names: tuple[str, ...]) -> tuple[Tensor, ...]:
+        """The tensors that stand under these names; what is gone since is left out."""
+        found: list[object] = []
+        for name in names:
+            place: object = self.module
+            for step in name.split("."):
+                place = getattr(place, step, None)
+            found.append(place)
+        return tuple(tensor for tensor in found if isinstance(tensor, Tensor))
 
     def scales(self) -> Tensor:
         """The factors of this forward pass, with their gradient.
@@ -108,38 +120,44 @@ class Contractive(Freezable):
         Returns:
             (H,) for the heads of L2 attention, a scalar for any other module.
         """
-        return self.derived(lambda: self.scales_of(spectral_norm_bounds(self.matrices())))
+        return self.derived(self._scales, self.sources())
+
+    def _scales(self) -> Tensor:
+        matrices = self.matrices()
+        return self.scales_of(matrices, spectral_norm_bounds(matrices))
+
+    def sources(self) -> tuple[Tensor, ...]:
+        """The weights that the factors come from."""
+        return self._now(self._names)
 
     def matrices(self) -> list[Tensor]:
-        """The matrices (*, m, n) by whose spectral norms the module is divided."""
-        return list(self._matrices().values())
+        """The matrices (*, m, n) by whose spectral norms the module is divided, as far as noted.
 
-    def _matrices(self) -> dict[str, Tensor]:
+        Weights of layers that were put in later are not among them: their norms are computed when the
+        rules ask for them.
+        """
         if isinstance(self.module, L2MultiheadAttention):
-            return head_matrices(self.module, self.norms)
-        # What was put there since without a weight of that name is bounded by its own rule.
-        found = {path: getattr(self.get_submodule(path), "weight", None) for path in self._normed}
-        return {path: weight for path, weight in found.items() if isinstance(weight, Tensor)}
+            return list(head_matrices(self.module, self.norms).values())
+        return [weight for weight in self._now(self._normed) if weight.ndim == 2]
 
-    def scales_of(self, norms: list[Tensor]) -> Tensor:
+    def scales_of(self, matrices: list[Tensor], norms: list[Tensor]) -> Tensor:
         """:meth:`scales` from the bounds of the norms of :meth:`matrices`."""
-        options = self._options(norms)
+        options = self._options(matrices, norms)
         if len(options) == 1:
             return options[0]
         return torch.stack(options).index_select(0, self._choice(options)).squeeze(0)
 
-    def _options(self, norms: list[Tensor]) -> list[Tensor]:
+    def _options(self, matrices: list[Tensor], norms: list[Tensor]) -> list[Tensor]:
         """The factors for each of the norms in which the module may be divided, (H,) or scalars."""
-        known = dict(zip(self._matrices(), norms, strict=True))
         margin = max([0.0, *(rounding_margin(p) for p in self.module.parameters())])
         coeff = self.coeff * (1.0 - margin)
         if isinstance(self.module, L2MultiheadAttention):
             asks = [self._ask(norm) for norm in self.norms]
-            bounds = contractive_head_bounds(self.module, asks, known)
+            bounds = contractive_head_bounds(self.module, asks, norms)
             return [coeff * positive(bound).reciprocal() for bound in bounds]
         # Where the weights are: a bound may be a number, which is divided by here.
         like = next(self.module.parameters(), torch.empty(()))
-        options = []
+        options, known = [], list(zip(matrices, norms, strict=True))
         for norm in self.norms:
             bound = bound_of(self.module, self._ask(norm, known)).value
             if isinstance(bound, Tensor):
@@ -160,7 +178,8 @@ class Contractive(Freezable):
         """The norm that the module is divided for with its present weights; it may change with them."""
         if len(self.norms) == 1:
             return self.norms[0]
-        return self.norms[int(self._choice(self._options(spectral_norm_bounds(self.matrices()))))]
+        matrices = self.matrices()
+        return self.norms[int(self._choice(self._options(matrices, spectral_norm_bounds(matrices))))]
 
     def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """Runs the module and divides; shapes as the module's."""
@@ -200,7 +219,8 @@ def _(module: Contractive, ask: Ask) -> Bound:
         return Bound(module.coeff, f"divided by its {ask.norm} bound")
     seq_len = module.seq_len if ask.seq_len is None else ask.seq_len
     inner = replace(ask, path=f"{ask.path}.module" if ask.path else "module", seq_len=seq_len)
-    options = module._options(spectral_norm_bounds(module.matrices()))
+    matrices = module.matrices()
+    options = module._options(matrices, spectral_norm_bounds(matrices))
     choice = module._choice(options)
     scales = torch.stack(options).index_select(0, choice).squeeze(0)
     divided = module.norms[int(choice)] if ask.readable(choice) else " or ".join(module.norms)

@@ -8,6 +8,7 @@ for the length of its own forward pass, so that the spectral norms of all are co
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,36 +25,39 @@ class Freezable(Bakeable):
         super().__init__()
         self._freezing = False
         self._kept: Tensor | None = None
-        self._kept_of: object = None
+        self._kept_of: tuple[Tensor, ...] = ()
         self._kept_tracked = False
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy made inside a freeze is not frozen: it would never thaw.
-        return {**self.__dict__, "_freezing": False, "_kept": None, "_kept_of": None}
+        return {**self.__dict__, "_freezing": False, "_kept": None, "_kept_of": ()}
 
-    def derived(self, compute: Callable[[], Tensor], of: object = None) -> Tensor:
+    def derived(self, compute: Callable[[], Tensor], of: tuple[Tensor, ...] = ()) -> Tensor:
         """The derived tensor, computed anew unless frozen.
 
         Args:
             compute: computes it.
-            of: what it is derived from, if that is not the module alone; another one is computed anew.
+            of: the weights it is derived from; from others it is computed anew.
         """
         if not self._freezing:
             return compute()
         # What was kept without a graph must not silence gradients that are wanted later.
         tracked = torch.is_grad_enabled()
-        if self._kept is None or of is not self._kept_of or (tracked and not self._kept_tracked):
-            self._kept, self._kept_of, self._kept_tracked = compute(), of, tracked
-        return self._kept
+        kept = self._kept
+        same = len(of) == len(self._kept_of) and all(map(operator.is_, of, self._kept_of))
+        if kept is None or not same or (tracked and not self._kept_tracked):
+            kept = compute()
+            self._kept, self._kept_of, self._kept_tracked = kept, of, tracked
+        return kept
 
-    def freeze(self, value: Tensor | None = None, of: object = None) -> None:
+    def freeze(self, value: Tensor | None = None, of: tuple[Tensor, ...] = ()) -> None:
         """Keeps the derived tensor from now on: ``value``, or what the next look computes."""
         self._freezing, self._kept, self._kept_of = True, value, of
         self._kept_tracked = torch.is_grad_enabled()
 
     def thaw(self) -> None:
         """Forgets it."""
-        self._freezing, self._kept, self._kept_of = False, None, None
+        self._freezing, self._kept, self._kept_of = False, None, ()
 
 
 @contextlib.contextmanager

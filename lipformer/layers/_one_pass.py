@@ -20,9 +20,9 @@ from lipformer.layers._spectral import SpectralBound
 class OnePass(Bakeable):
     """A module whose layers' spectral norms are computed together in each of its forward passes.
 
-    A layer alone computes the norms of its weights when it runs: some 70 kernels a layer. Such a module wraps
-    its forward pass in :meth:`one_pass` instead; then there is one call for all weights of one shape,
-    and each layer is frozen until the pass is over. Nothing is kept from one pass to the next.
+    A layer alone computes the norms of its weights when it runs: some 70 kernels a layer. Such a module
+    wraps its forward pass in :meth:`one_pass` instead; then there is one call for all weights of one
+    shape, and each layer is frozen until the pass is over. Nothing is kept from one pass to the next.
 
     They may be nested: the outermost does the work. Weights that fully_shard has not gathered yet are
     left to the one that gathers them.
@@ -58,12 +58,13 @@ class OnePass(Bakeable):
                 )
                 for i, factor in zip(group, factors.unbind(), strict=True):
                     bound, weight = bounded[i]
-                    bound.freeze(weight * factor, weight)
+                    bound.freeze(weight * factor, (weight,))
                     parts.append(bound)
             needed = [(c, c.matrices()) for c in self._contractive if _ready(c, c)]
             norms = spectral_norm_bounds([matrix for _, matrices in needed for matrix in matrices])
             for contractive, matrices in needed:
-                contractive.freeze(contractive.scales_of(norms[: len(matrices)]))
+                scales = contractive.scales_of(matrices, norms[: len(matrices)])
+                contractive.freeze(scales, contractive.sources())
                 norms = norms[len(matrices) :]
                 parts.append(contractive)
             yield
@@ -80,4 +81,8 @@ def _ready(part: Freezable, holder: nn.Module) -> bool:
         return True
     from torch.distributed.tensor import DTensor
 
-    return not any(isinstance(weight, DTensor) for weight in holder.parameters())
+    # FullyShardedDataParallel marks the flat pieces that stand for its weights.
+    return not any(
+        isinstance(weight, DTensor) or getattr(weight, "_fsdp_flattened", False)
+        for weight in holder.parameters()
+    )

@@ -64,7 +64,7 @@ class SpectralBound(Freezable):
                 f"SpectralBound needs a matrix, got shape {tuple(weight.shape)}; for a convolution use "
                 "lipformer.spectral_bound(module)"
             )
-        return self.derived(lambda: weight * self.factor(self.measure(weight), weight), weight)
+        return self.derived(lambda: weight * self.factor(self.measure(weight), weight), (weight,))
 
     def factor(self, bound: Tensor, weight: Tensor) -> Tensor:
         """s (*,) for weights like ``weight``, in shape and dtype, of norms at most ``bound`` (*,)."""

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lipformer as lf
 from lipformer.functional import _spectral, spectral_norm_bound
@@ -167,6 +168,75 @@ def test_one_parametrization_of_two_weights_keeps_them_apart() -> None:
         torch.testing.assert_close(block(x), want, rtol=1e-12, atol=1e-13)
 
 
+class Twice(nn.Module):
+    """Two weights that a rule of its own bounds under one name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+        for part, gain in zip(self.parts, (0.1, 100.0), strict=True):
+            nn.init.orthogonal_(part.weight, gain)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.parts[1](self.parts[0](x))
+
+
+@lf.register_bound(Twice)
+def _(module: Twice, ask: lf.Ask) -> float | Tensor:
+    first, second = (ask.child(part, "some part").value for part in module.parts)
+    return first * second
+
+
+class Fast(nn.Module):
+    """Runs a layer with other weights than it holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = lf.Contractive(nn.Linear(8, 8, bias=False), 0.5, norm="l2")
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = {name: 100 * p for name, p in self.inner.named_parameters()}
+        return torch.func.functional_call(self.inner, weights, (x,))
+
+
+@lf.register_bound(Fast)
+def _(module: Fast, ask: lf.Ask) -> lf.Bound:
+    return ask.child(module.inner, "inner")
+
+
+@pytest.mark.parametrize(
+    "layer", [lf.Contractive(Twice(), 0.5, norm="l2"), lf.Residual(Fast())], ids=["names", "weights"]
+)
+def test_a_norm_belongs_to_its_weight(layer: nn.Module) -> None:
+    jacobian = torch.autograd.functional.jacobian(layer, torch.randn(8))
+    assert torch.linalg.matrix_norm(jacobian, 2) <= lf.certify(layer).bound * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_functional_call_after_a_pass_and_other_weights(variant: str) -> None:
+    model = model_of(variant)
+    tokens = torch.randint(11, (2, 8))
+    names = set(model.state_dict())
+    model(tokens)
+    assert set(model.state_dict()) == names
+    weights = {name: 1.5 * p.detach() for name, p in model.named_parameters()}
+    got = torch.func.functional_call(model, weights, (tokens,))
+    model.load_state_dict(weights, strict=False)
+    torch.testing.assert_close(got, model(tokens), rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_layers_may_go_and_may_be_empty() -> None:
+    layer = lf.Contractive(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), 0.5, norm="l2")
+    del layer.module[2]
+    assert layer(torch.randn(3, 8)).shape == (3, 8)
+    layer.module = nn.Linear(8, 4)
+    assert layer(torch.randn(3, 8)).shape == (3, 4)
+    empty = lf.Residual(nn.Sequential(lf.SpectralLinear(8, 0), lf.SpectralLinear(0, 8)))
+    x = torch.randn(3, 8)
+    assert torch.equal(empty(x), x)
+
+
 class TestConstants:
     def test_by_value(self) -> None:
         constants, cpu = Constants(), torch.device("cpu")
@@ -190,6 +260,12 @@ class TestConstants:
             layer(x)
         layer(x).sum().backward()
         assert layer.module.q_proj.weight.grad is not None
+
+    def test_stand_ins_are_not_kept(self) -> None:
+        constants, cpu = Constants(), torch.device("cpu")
+        with FakeTensorMode():
+            constants((1.0, 2.0), cpu)
+        assert constants((1.0, 2.0), cpu).tolist() == [1.0, 2.0]
 
     def test_slopes_are_not_rounded_with_the_weights(self) -> None:
         slopes = (0.3, 0.7)
