@@ -155,10 +155,11 @@ class TestTerms:
 
 def _saved_bytes(branch: nn.Module, x: Tensor, terms: int, naive: bool = False) -> int:
     """Bytes that autograd keeps from a forward pass until its backward pass."""
-    saved: dict[int, int] = {}
+    # The storages themselves: the address of one that is gone may be given to another.
+    saved: dict[int, torch.UntypedStorage] = {}
 
     def pack(t: Tensor) -> Tensor:
-        saved[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        saved[t.untyped_storage().data_ptr()] = t.untyped_storage()
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
@@ -173,7 +174,7 @@ def _saved_bytes(branch: nn.Module, x: Tensor, terms: int, naive: bool = False) 
                     held.append((power * probe).sum())
         else:
             held = [residual_log_det(branch, x, method="series", rate=0.9, terms=terms)[1].value]
-    return sum(saved.values())
+    return sum(storage.nbytes() for storage in saved.values())
 
 
 def test_memory_does_not_grow_with_the_number_of_terms() -> None:
