@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 import lipformer as lf
 from lipformer import analysis, functional
 from lipformer.analysis._local import METHODS
+from lipformer.functional import _spectral
 from tests.gpu.case import DRAWN, Case, by_name, new, padding, tokens
 from tests.gpu.cases_flows import seeded
 
@@ -29,6 +31,23 @@ def bias() -> Tensor:
     """Additive on the logits, with a zero diagonal."""
     given = -torch.rand(6, 6)
     return given - given.diag().diag()
+
+
+def matrices() -> Tensor:
+    """Too large for the dense eigenvector."""
+    return torch.randn(2, 100, 80)
+
+
+def by_squaring(bound: Callable[[Tensor], Tensor], weight: Tensor) -> Tensor:
+    """The candidate of a spectral norm as GPUs find it."""
+    with mock.patch.object(_spectral, "_squares", return_value=True):
+        return bound(weight)
+
+
+def by_lanczos(bound: Callable[[Tensor], Tensor], weight: Tensor) -> Tensor:
+    """The candidate of a spectral norm as the CPU finds it for large weights."""
+    with mock.patch.object(_spectral, "_squares", return_value=False):
+        return bound(weight)
 
 
 def slopes() -> Tensor:
@@ -115,6 +134,10 @@ ANALYSIS = by_name(
         *(
             Case(functional.spectral_norm_bound, (tokens,), {"method": method}, trains=method != "svd")
             for method in ("cholesky", "gram", "svd")
+        ),
+        *(
+            Case(functional.spectral_norm_bound, (matrices,), call=way)
+            for way in (by_squaring, by_lanczos)
         ),
         Case(functional.l2_gain, (lambda: 6,), {"bias": bias}, trains=False),
     ]
