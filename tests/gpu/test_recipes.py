@@ -37,7 +37,10 @@ def runs(device: str, *files: str) -> dict[str, Any]:
 
 
 def check(run: dict[str, Any], codes: dict[str, int]) -> None:
-    """All commands ended as they should, the optimiser was the GPU's, no step made the host wait."""
+    """All commands ended as they should, the optimiser was the GPU's, no step made the host wait.
+
+    Waits are noted on the pretend GPU alone.
+    """
     assert run["error"] == ""
     assert run["codes"] == codes
     assert run["fused"] == ("/flows/" not in run["file"]), "recipes/flows has torch's own Adam"
