@@ -184,7 +184,7 @@ def test_imports_go_one_way(path: Path) -> None:
         ("from .. import certify", "lipformer.layers._linear"),
         ("def f():\n    from lipformer.flows import AttentionFlow", "lipformer.layers._linear"),
         ("import training", "lipformer.models._language_model"),
-        ("from recipes.demo import main", "training.__main__"),
+        ("from recipes.cli import RecipeCLI", "training.__main__"),
     ],
 )
 def test_a_backward_import_is_found(source: str, module: str) -> None:
@@ -197,7 +197,7 @@ def test_a_backward_import_is_found(source: str, module: str) -> None:
         ("from ._gain import l2_gain", "lipformer.functional._attention"),
         ("from ..functional import l2_gain", "lipformer.certificate._rules"),
         ("from lipformer import functional", "lipformer.layers._linear"),
-        ("import lipformer as lf\nimport training", "recipes.demo"),
+        ("import lipformer as lf\nimport training", "recipes.cli"),
         ("import torch, math", "lipformer.functional._gain"),
     ],
 )

@@ -6,6 +6,7 @@ Every source ends in one `datasets.DatasetDict` whose splits have a row for each
 from __future__ import annotations
 
 import glob
+import pydoc_data.topics
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from training.characters import embedded_text
 from training.errors import BadInput, first_line
 
 SPLITS = ("train", "valid", "test")
@@ -27,6 +27,11 @@ REVISIONS = {PTB: "refs/convert/parquet"}
 _OTHER_NAMES = {"valid": ("validation", "val"), "train": (), "test": ()}
 # Columns that hold the text, most likely first.
 _COLUMNS = ("text", "sentence", "content")
+
+
+def embedded_text() -> str:
+    """About 465 thousand characters of English that come with Python itself."""
+    return "\n".join(pydoc_data.topics.topics.values())
 
 
 def from_pydoc() -> datasets.DatasetDict:

@@ -37,7 +37,7 @@ from torch import Tensor
 from lipformer.analysis import GainRow, GainTable, adversarial_tokens, layer_gains, probe_attention
 from lipformer.certificate import estimate_lipschitz
 from recipes.analysis.help import Help, claim_directory, positive
-from training.characters import embedded_text
+from training.corpus import embedded_text
 from training.errors import first_line
 
 LENGTHS = (2, 3, 4, 6, 8, 11, 16, 23, 33, 48, 69, 100)
