@@ -37,4 +37,4 @@ def test_main(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = json.loads(out.read_text())["rows"]
     assert set(rows) == {path.stem for path in RECIPES.glob("*.yaml")}
     shown = capsys.readouterr().out
-    assert all(name in shown for name in ("l2_tied", "invertible", "undisturbed", str(out)))
+    assert all(name in shown for name in ("l2_untied", "invertible", "undisturbed", str(out)))

@@ -27,7 +27,7 @@ class _Layer(NamedTuple):
 
 @torch.no_grad()
 def from_encoder(encoder: nn.Module, vocabulary: str, max_len: int = 256) -> LanguageModel:
-    """A causal character model of the variant "l2_tied" with an encoder's layers.
+    """A causal character model of the variant "l2" with an encoder's layers.
 
     Attention becomes tied L2 attention (:func:`lipformer.convert_attention`, which says what is kept);
     LayerNorms and feed-forward weights are copied. The characters' vectors and the map to logits are
@@ -47,7 +47,7 @@ def from_encoder(encoder: nn.Module, vocabulary: str, max_len: int = 256) -> Lan
         layers, pre, last = list(_bert_layers(encoder)), False, None
     first = layers[0]
     config = LanguageModelConfig(
-        "l2_tied",
+        "l2",
         len(vocabulary),
         dim=first.attention.embed_dim,
         num_heads=first.attention.num_heads,

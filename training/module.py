@@ -32,7 +32,7 @@ class LanguageModule(L.LightningModule):
     """A character model and how it is trained, judged in nats and bits per character.
 
     Args:
-        variant: dot_product, l2, l2_tied, contractive, lipschitz or invertible.
+        variant: dot_product, l2_untied, l2, contractive, lipschitz or invertible.
         dim: D, the width of a token.
         num_heads: H, a divisor of D.
         num_layers: blocks of attention and feed-forward.

@@ -11,7 +11,7 @@ from lipformer.models._builders import (
     dot_product,
     invertible,
     l2,
-    l2_tied,
+    l2_untied,
     lipschitz,
 )
 from lipformer.models._causal_attention import DotProductAttention, UntiedL2Attention
@@ -34,6 +34,6 @@ __all__ = [
     "dot_product",
     "invertible",
     "l2",
-    "l2_tied",
+    "l2_untied",
     "lipschitz",
 ]

@@ -21,22 +21,22 @@ def dot_product(vocab_size: int, **options: Any) -> LanguageModel:
     return LanguageModel(LanguageModelConfig("dot_product", vocab_size, **options))
 
 
-def l2(vocab_size: int, **options: Any) -> LanguageModel:
+def l2_untied(vocab_size: int, **options: Any) -> LanguageModel:
     """The baseline with untied L2 attention (:class:`UntiedL2Attention`). It has no certificate.
 
     Options: those of :func:`dot_product`.
     """
-    return LanguageModel(LanguageModelConfig("l2", vocab_size, **options))
+    return LanguageModel(LanguageModelConfig("l2_untied", vocab_size, **options))
 
 
-def l2_tied(vocab_size: int, **options: Any) -> LanguageModel:
+def l2(vocab_size: int, **options: Any) -> LanguageModel:
     """The baseline with tied L2 attention in the lean form, a quarter fewer attention weights or more.
 
     Each attention layer is certified; LayerNorm makes the certificate of the whole finite but useless.
 
     Options: those of :func:`dot_product` and ``value_proj=False``.
     """
-    return LanguageModel(LanguageModelConfig("l2_tied", vocab_size, **options))
+    return LanguageModel(LanguageModelConfig("l2", vocab_size, **options))
 
 
 def contractive(vocab_size: int, **options: Any) -> LanguageModel:
@@ -78,5 +78,5 @@ def invertible(vocab_size: int, **options: Any) -> LanguageModel:
 
 VARIANTS: dict[str, Callable[..., LanguageModel]] = {
     builder.__name__: builder
-    for builder in (dot_product, l2, l2_tied, contractive, lipschitz, invertible)
+    for builder in (dot_product, l2_untied, l2, contractive, lipschitz, invertible)
 }

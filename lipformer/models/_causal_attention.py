@@ -211,7 +211,7 @@ def _refuse(module: CausalAttention, ask: Ask) -> Bound:
     kind = "dot-product" if isinstance(module, DotProductAttention) else "untied L2"
     raise ask.refuse(
         f"{kind} attention has no finite Lipschitz constant (Kim et al. 2021)",
-        "lipformer.L2MultiheadAttention, or the variants 'l2_tied', 'contractive', 'lipschitz'",
+        "lipformer.L2MultiheadAttention, or the variants 'l2', 'contractive', 'lipschitz'",
     )
 
 

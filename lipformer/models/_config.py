@@ -29,8 +29,8 @@ LONGEST = 2**31 - 1
 # is not listed does nothing in that variant, so that giving it is an error.
 VARIANT_OPTIONS: dict[str, dict[str, Any]] = {
     "dot_product": {"norm_place": "pre", "token_shift": False},
-    "l2": {"norm_place": "pre", "token_shift": False},
-    "l2_tied": {"norm_place": "pre", "token_shift": True, "value_proj": False},
+    "l2_untied": {"norm_place": "pre", "token_shift": False},
+    "l2": {"norm_place": "pre", "token_shift": True, "value_proj": False},
     "contractive": {
         "token_shift": True,
         "norm_place": "post",
@@ -63,7 +63,7 @@ class LanguageModelConfig:
     numbers lie between 1e-30 and 1e30.
 
     Attributes:
-        variant: "dot_product", "l2", "l2_tied", "contractive", "lipschitz" or "invertible".
+        variant: "dot_product", "l2_untied", "l2", "contractive", "lipschitz" or "invertible".
         vocab_size: V, the number of symbols.
         dim: D, the width of a token.
         num_heads: H, a divisor of D.
@@ -73,8 +73,8 @@ class LanguageModelConfig:
             certificate holds at any length: max_len is then only the length of training blocks.
         dropout: of attention weights and hidden features, in training.
         positions: "alibi" (default), "rotary", "sinusoidal" (added to the embedding) or "none".
-        slopes: ALiBi slopes, one per head; default 1/4 to 1/256 for dot_product and l2, 1/2 to 1/16
-            where query and key are tied.
+        slopes: ALiBi slopes, one per head; default 1/4 to 1/256 for dot_product and l2_untied, 1/2 to
+            1/16 where query and key are tied.
         token_shift: a :class:`lipformer.TokenShift` before each attention: half of the features are
             those of the token before. Default where query and key are tied: such a kernel always
             prefers the token itself and cannot look one back.

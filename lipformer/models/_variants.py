@@ -99,8 +99,8 @@ def _build_invertible(config: LanguageModelConfig) -> Body:
 
 BODIES: dict[str, Callable[[LanguageModelConfig], Body]] = {
     "dot_product": lambda config: _transformer(config, _untied(DotProductAttention)),
-    "l2": lambda config: _transformer(config, _untied(UntiedL2Attention)),
-    "l2_tied": lambda config: _transformer(config, _tied),
+    "l2_untied": lambda config: _transformer(config, _untied(UntiedL2Attention)),
+    "l2": lambda config: _transformer(config, _tied),
     "contractive": lambda config: _transformer(config, _contractive),
     "lipschitz": _build_lipschitz,
     "invertible": _build_invertible,

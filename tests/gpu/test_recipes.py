@@ -17,15 +17,15 @@ QUICK = [
     "recipes/quickstart.yaml",
     "recipes/finetune.yaml:fit",
     *(f"recipes/ptb/{name}.yaml:fit" for name in ("contractive", "contractive_kim2021", "dot_product")),
-    *(f"recipes/ptb/{name}.yaml:fit" for name in ("l2", "l2_tied", "lipschitz")),
+    *(f"recipes/ptb/{name}.yaml:fit" for name in ("l2_untied", "l2", "lipschitz")),
     "recipes/vision/digits_l2.yaml:fit",
     "recipes/flows/moons.yaml:fit",
-    "recipes/ptb/l2_tied.yaml:float16",
-    "recipes/ptb/l2_tied.yaml:offering",
+    "recipes/ptb/l2.yaml:float16",
+    "recipes/ptb/l2.yaml:offering",
 ]
 COMMANDS = ["fit", "validate", "test", "certify", "sample", "export"]
 # Variants without a certificate, for which `certify` ends with 1.
-UNCERTIFIED = {"dot_product.yaml", "l2.yaml"}
+UNCERTIFIED = {"dot_product.yaml", "l2_untied.yaml"}
 
 
 @functools.cache
@@ -71,7 +71,7 @@ def test_all_its_commands_run(file: str, device: str) -> None:
 
 
 def test_float16_is_scaled_clipped_and_fused(device: str) -> None:
-    run = runs(device, *QUICK)["recipes/ptb/l2_tied.yaml:float16"]
+    run = runs(device, *QUICK)["recipes/ptb/l2.yaml:float16"]
     assert (run["error"], run["codes"], run["fused"]) == ("", {"fit": 0}, True)
     # A scaler has to look whether gradients are finite.
     assert all("item" in read and "training/" not in read.split(" < ")[0] for read in run["reads"])
@@ -81,5 +81,5 @@ def test_a_fused_step_that_offers_to_unscale_is_refused(device: str) -> None:
     """The negative control: what training.optimisers takes back is what Lightning refuses to clip."""
     assert (
         "does not allow for gradient clipping"
-        in (runs(device, *QUICK)["recipes/ptb/l2_tied.yaml:offering"]["error"])
+        in (runs(device, *QUICK)["recipes/ptb/l2.yaml:offering"]["error"])
     )

@@ -55,4 +55,4 @@ def test_a_break_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         lf.TokenShift, "forward", lambda self, x: forward(self, x) * (1 if x.sum().item() < 1e9 else 2)
     )
     with pytest.raises(torch._dynamo.exc.TorchDynamoException):
-        steps("l2_tied", "eager")
+        steps("l2", "eager")

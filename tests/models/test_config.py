@@ -57,7 +57,7 @@ def test_query_scale_multiplies_the_initial_queries() -> None:
 
 def test_slopes_reach_the_attention() -> None:
     slopes = [0.5, 0.125]
-    for case in ("dot_product", "l2_tied", "invertible"):
+    for case in ("dot_product", "l2", "invertible"):
         model = build(case, slopes=slopes)
         assert model.config.slopes == (0.5, 0.125)
         found = [m.slopes for m in model.modules() if getattr(m, "slopes", None) is not None]
@@ -80,7 +80,7 @@ def test_slopes_reach_the_attention() -> None:
         ({"slopes": [1, 1, 1, -1]}, "slopes must be 4 positive"),
         ({"slopes": [1, 1, 1, 1], "positions": "rotary"}, "slopes need positions='alibi'"),
         ({"variant": "dot_product", "coeff": 0.5}, "'dot_product' has no option coeff, got coeff=0.5"),
-        ({"variant": "l2_tied", "bound": "kim2021"}, "'l2_tied' has no option bound"),
+        ({"variant": "l2", "bound": "kim2021"}, "'l2' has no option bound"),
         ({"bound": "kim2020"}, "bound must be one of kim2021, got 'kim2020'"),
         ({"bound": "kim2021", "norm": "l2"}, "value_proj=True and norm='linf', got .* norm='l2'"),
         ({"coeff": 0.0}, "coeff must be positive and finite, got 0.0"),
@@ -122,7 +122,7 @@ def test_a_wrong_entry_is_named(options: dict[str, Any], message: str) -> None:
         ({"coeff": 1e-320}, "coeff must be positive and finite, got 1e-320; allowed is 1e-30 to 1e30"),
         ({"variant": "lipschitz", "head_coeff": math.inf}, "head_coeff must be .* got inf"),
         ({"slopes": [10**5000] * 4}, "slopes must be 4 positive numbers, got list"),
-        ({"variant": ["l2"]}, r"variant must be one of .* got \['l2'\]"),
+        ({"variant": ["l2_untied"]}, r"variant must be one of .* got \['l2_untied'\]"),
     ],
 )
 def test_an_absurd_number_is_named_before_memory_is_taken(options: dict[str, Any], message: str) -> None:
@@ -134,8 +134,8 @@ def test_an_absurd_number_is_named_before_memory_is_taken(options: dict[str, Any
 
 def test_unknown_and_missing_entries_are_named() -> None:
     with pytest.raises(ValueError, match="unknown entries width, depth; allowed are variant, "):
-        LanguageModelConfig.from_dict({"variant": "l2", "vocab_size": 3, "width": 1, "depth": 2})
+        LanguageModelConfig.from_dict({"variant": "l2_untied", "vocab_size": 3, "width": 1, "depth": 2})
     with pytest.raises(ValueError, match="missing entries: vocab_size"):
-        LanguageModelConfig.from_dict({"variant": "l2"})
+        LanguageModelConfig.from_dict({"variant": "l2_untied"})
     with pytest.raises(ValueError, match="a mapping of names to values, got list"):
         LanguageModelConfig.from_dict([])  # type: ignore[arg-type]

@@ -45,13 +45,13 @@ def test_logits_of_steps_are_those_of_the_full_pass(case: str) -> None:
 
 
 def test_greedy_takes_the_likeliest_token() -> None:
-    model, prompt = build("l2_tied"), tokens(2, 5)
+    model, prompt = build("l2"), tokens(2, 5)
     likeliest = model.eval()(prompt)[:, -1].argmax(-1)
     assert torch.equal(model.generate(prompt, 1, temperature=0.0)[:, -1], likeliest)
 
 
 def test_a_generator_decides_the_draws() -> None:
-    model, prompt = build("l2_tied"), tokens(2, 5)
+    model, prompt = build("l2"), tokens(2, 5)
     drawn = [
         model.generate(prompt, 15, generator=torch.Generator().manual_seed(seed)) for seed in (0, 0, 1)
     ]
@@ -70,7 +70,7 @@ def test_draws_follow_the_probabilities() -> None:
 
 
 def test_modes_are_as_before_and_dropout_sleeps() -> None:
-    model = build("l2_tied", dropout=0.5).train()
+    model = build("l2", dropout=0.5).train()
     model.body[0].eval()
     before = [part.training for part in model.modules()]
     prompt = tokens(1, 3)
@@ -80,7 +80,7 @@ def test_modes_are_as_before_and_dropout_sleeps() -> None:
 
 def test_no_new_token_is_the_prompt() -> None:
     prompt = tokens(2, 3)
-    assert torch.equal(build("l2").generate(prompt, 0), prompt)
+    assert torch.equal(build("l2_untied").generate(prompt, 0), prompt)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_bad_requests_are_named(prompt: torch.Tensor, options: dict[str, Any], m
 
 
 def test_a_tiny_temperature_takes_the_likeliest() -> None:
-    model, prompt = build("l2_tied").eval(), tokens(2, 5)
+    model, prompt = build("l2").eval(), tokens(2, 5)
     expected = model.generate(prompt, 4, temperature=0.0)
     for temperature in (1e-45, 1e-300):
         assert torch.equal(model.generate(prompt, 4, temperature=temperature), expected)

@@ -15,7 +15,7 @@ from lipformer.models import VARIANTS, LanguageModel
 from tests.models.variants import CASES, CERTIFIED, build, fit, tokens
 
 V, D = 11, 16
-RARE = ("l2_tied sinusoidal", "l2_tied rotary", "l2_tied paper", "contractive l2 pre")
+RARE = ("l2 sinusoidal", "l2 rotary", "l2 paper", "contractive l2 pre")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -49,7 +49,7 @@ def test_order_matters(case: str) -> None:
 
 def test_without_positions_the_last_of_one_layer_sees_a_set() -> None:
     """The negative control of the test above."""
-    model = build("l2_tied", positions="none", token_shift=False, num_layers=1).double().eval()
+    model = build("l2", positions="none", token_shift=False, num_layers=1).double().eval()
     with torch.no_grad():
         logits = model(torch.tensor([[1, 2, 3, 4], [2, 1, 3, 4]]))
     assert (logits[0, -1] - logits[1, -1]).abs().max() <= 1e-12
@@ -59,10 +59,10 @@ def test_no_variant_has_more_parameters_than_the_baseline() -> None:
     sizes = {
         name: sum(p.numel() for p in make(50, dim=64).parameters()) for name, make in VARIANTS.items()
     }
-    assert sizes["l2_tied"] < 0.86 * sizes["dot_product"]
+    assert sizes["l2"] < 0.86 * sizes["dot_product"]
     for name in ("contractive", "lipschitz", "invertible"):
-        assert sizes[name] <= sizes["l2_tied"]
-    assert sizes["l2"] - sizes["dot_product"] == 3 * 4  # one temperature per head
+        assert sizes[name] <= sizes["l2"]
+    assert sizes["l2_untied"] - sizes["dot_product"] == 3 * 4  # one temperature per head
 
 
 @pytest.mark.parametrize(
@@ -168,8 +168,8 @@ def test_a_baked_model_says_the_same_and_still_inverts() -> None:
 
 
 def test_other_variants_have_no_inverse() -> None:
-    model = build("l2_tied")
-    with pytest.raises(ValueError, match="'invertible', got 'l2_tied'"):
+    model = build("l2")
+    with pytest.raises(ValueError, match="'invertible', got 'l2'"):
         model.invert(torch.zeros(1, 3, D))
 
 
@@ -193,7 +193,7 @@ def test_the_first_batch_sets_the_invertible_model_once() -> None:
     assert not any(part.training for part in model.modules())
 
 
-@pytest.mark.parametrize("case", ["dot_product", "l2_tied", "invertible"])
+@pytest.mark.parametrize("case", ["dot_product", "l2", "invertible"])
 def test_one_seed_gives_one_model_and_one_course(case: str) -> None:
     courses = []
     for _ in range(2):
@@ -276,7 +276,7 @@ def test_a_compiled_model_says_the_same(case: str, backend: str) -> None:
 )
 def test_bad_tokens_are_named(given: torch.Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        build("l2_tied rotary")(given)
+        build("l2 rotary")(given)
 
 
 def test_alibi_takes_any_length() -> None:
@@ -286,7 +286,7 @@ def test_alibi_takes_any_length() -> None:
 
 def test_a_model_is_built_from_a_config_alone() -> None:
     with pytest.raises(TypeError, match="LanguageModelConfig, got dict"):
-        LanguageModel({"variant": "l2"})  # type: ignore[arg-type]
+        LanguageModel({"variant": "l2_untied"})  # type: ignore[arg-type]
 
 
 def test_models_are_made_of_containers_that_compose() -> None:

@@ -57,7 +57,7 @@ def test_each_tensor_keeps_its_dtype(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64, torch.float8_e5m2], ids=str)
 def test_weights_that_are_no_usual_floats_are_named(dtype: torch.dtype, tmp_path: Path) -> None:
-    model = build("l2_tied")
+    model = build("l2")
     state = model.state_dict()
     state["embedding.weight"] = state["embedding.weight"].to(dtype)
     pretrained.save(tmp_path, model.config, state)
@@ -72,7 +72,7 @@ def test_a_baked_model_is_saved_only_if_it_can_be_loaded(case: str, tmp_path: Pa
     baked = lf.bake(model)
     assert isinstance(baked, LanguageModel)
     changed = [type(m) for m in model.modules()] != [type(m) for m in baked.modules()]
-    assert changed or case.partition(" ")[0] in ("dot_product", "l2", "l2_tied")
+    assert changed or case.partition(" ")[0] in ("dot_product", "l2_untied", "l2")
     if changed:
         with pytest.raises(ValueError, match="a model with .* at body.*, got .*before lipformer.bake"):
             baked.save_pretrained(tmp_path / "new")
@@ -91,7 +91,7 @@ def test_a_save_replaces_the_one_before(tmp_path: Path) -> None:
 
 
 def test_a_broken_save_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, x = build("l2_tied").eval(), tokens(1, 5)
+    model, x = build("l2").eval(), tokens(1, 5)
     model.save_pretrained(tmp_path)
 
     def full(*_: object) -> None:
@@ -99,7 +99,7 @@ def test_a_broken_save_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(safetensors.torch, "save_file", full)
     with pytest.raises(OSError, match="no space"):
-        build("l2_tied").save_pretrained(tmp_path)
+        build("l2").save_pretrained(tmp_path)
     assert len(list(tmp_path.iterdir())) == 2
     assert torch.equal(LanguageModel.from_pretrained(tmp_path)(x), model(x))
 
@@ -114,7 +114,7 @@ def test_two_halves_of_two_saves_are_noticed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
 def test_a_missing_file_is_named(missing: str, tmp_path: Path) -> None:
-    build("l2_tied").save_pretrained(tmp_path)
+    build("l2").save_pretrained(tmp_path)
     (tmp_path / missing).unlink()
     with pytest.raises(FileNotFoundError, match=f"has no file {missing}"):
         LanguageModel.from_pretrained(tmp_path)
@@ -122,7 +122,7 @@ def test_a_missing_file_is_named(missing: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [0, 4, 100, 20_000])
 def test_a_truncated_weights_file_is_named(size: int, tmp_path: Path) -> None:
-    build("l2_tied").save_pretrained(tmp_path)
+    build("l2").save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
     content = path.read_bytes()
     assert len(content) > size
@@ -141,7 +141,7 @@ class _Spy:
 
 
 def test_nothing_is_unpickled(tmp_path: Path) -> None:
-    build("l2_tied").save_pretrained(tmp_path)
+    build("l2").save_pretrained(tmp_path)
     bad = pickle.dumps(_Spy())
     pickle.loads(bad)
     assert _Spy.used  # the spy works
@@ -166,14 +166,14 @@ def test_nothing_is_unpickled(tmp_path: Path) -> None:
     ],
 )
 def test_a_foreign_config_is_named(text: str, message: str, tmp_path: Path) -> None:
-    build("l2_tied").save_pretrained(tmp_path)
+    build("l2").save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match=message):
         LanguageModel.from_pretrained(tmp_path)
 
 
 def test_an_unknown_entry_is_named(tmp_path: Path) -> None:
-    build("l2_tied").save_pretrained(tmp_path)
+    build("l2").save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "flavour": "mint"}))
     with pytest.raises(ValueError, match="config.json: unknown entries flavour; allowed are variant"):
@@ -181,8 +181,8 @@ def test_an_unknown_entry_is_named(tmp_path: Path) -> None:
 
 
 def test_weights_of_another_model_are_named(tmp_path: Path) -> None:
-    model = build("l2_tied")
-    pretrained.save(tmp_path, model.config, build("l2_tied", dim=32).state_dict())
+    model = build("l2")
+    pretrained.save(tmp_path, model.config, build("l2", dim=32).state_dict())
     with pytest.raises(ValueError, match="does not fit the model: .* of another shape"):
         LanguageModel.from_pretrained(tmp_path)
     pretrained.save(tmp_path, model.config, build("contractive").state_dict())
@@ -194,7 +194,7 @@ def test_a_file_is_no_directory(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("precious")
     with pytest.raises(NotADirectoryError, match="got the file"):
-        build("l2_tied").save_pretrained(path)
+        build("l2").save_pretrained(path)
     assert path.read_text() == "precious"
 
 
@@ -203,5 +203,5 @@ def test_without_safetensors_the_error_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(ImportError, match="pip install safetensors"):
-        build("l2_tied").save_pretrained(tmp_path)
+        build("l2").save_pretrained(tmp_path)
     assert not list(tmp_path.iterdir())

@@ -15,7 +15,7 @@ from training.errors import BadInput
 
 
 def checkpoint(**options: Any) -> dict[str, Any]:
-    model = VARIANTS["l2_tied"](5, dim=8, num_heads=2, num_layers=1, vocabulary="abcde", **options)
+    model = VARIANTS["l2"](5, dim=8, num_heads=2, num_layers=1, vocabulary="abcde", **options)
     weights = {f"model.{name}": value for name, value in model.state_dict().items()}
     return {"lipformer": {"config": model.config.to_dict()}, "state_dict": weights}
 

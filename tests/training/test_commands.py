@@ -157,7 +157,7 @@ def test_help_is_readable(command: Run) -> None:
     assert code == 0
     for option in ("--model.variant", "--data.source", "--checkpoint_every", "--certificate.steps"):
         assert option in out
-    assert "dot_product, l2, l2_tied, contractive, lipschitz or invertible" in " ".join(out.split())
+    assert "dot_product, l2_untied, l2, contractive, lipschitz or invertible" in " ".join(out.split())
     assert len(out.partition("options:")[0].splitlines()) < 10, "no page of usage"
     code, out, _ = command("sample", "--help")
     assert "--prompt" in out

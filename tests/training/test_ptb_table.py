@@ -13,12 +13,12 @@ from recipes.ptb.table import Run, main, read_run, table
 from training.checkpoints import write_checkpoint
 from training.errors import BadInput
 
-RUN = Run("l2_tied", 10, 100, 1.5, (8.0, 9.0), (2.0, 3.0), 1000.0, None)
+RUN = Run("l2", 10, 100, 1.5, (8.0, 9.0), (2.0, 3.0), 1000.0, None)
 
 
 def write_run(folder: Path, nats: float, bound: object = 9.0, estimate: object = 3.0) -> int:
     """A finished run; returns its number of parameters."""
-    model = LanguageModel(LanguageModelConfig("l2_tied", 5, dim=8, num_heads=2, num_layers=1))
+    model = LanguageModel(LanguageModelConfig("l2", 5, dim=8, num_heads=2, num_layers=1))
     state = {f"model.{name}": value for name, value in model.state_dict().items()}
     checkpoint = {"lipformer": {"config": model.config.to_dict()}, "state_dict": state}
     write_checkpoint(checkpoint, folder / "checkpoints" / "last.ckpt")
@@ -30,9 +30,9 @@ def write_run(folder: Path, nats: float, bound: object = 9.0, estimate: object =
 
 
 def test_a_run_is_read(tmp_path: Path) -> None:
-    parameters = write_run(tmp_path / "l2_tied" / "0", 1.5)
+    parameters = write_run(tmp_path / "l2" / "0", 1.5)
     expected = dataclasses.replace(RUN, parameters=parameters, speed=600.0)
-    assert read_run(tmp_path / "l2_tied" / "0") == expected
+    assert read_run(tmp_path / "l2" / "0") == expected
 
 
 def test_seeds_are_averaged_and_the_gap_is_shared() -> None:
@@ -46,7 +46,7 @@ def test_seeds_are_averaged_and_the_gap_is_shared() -> None:
     assert lines[0].startswith("100 steps")
     assert [line.split(" | ")[0] for line in lines[4:]] == [
         "| dot_product",
-        "| l2_tied",
+        "| l2",
         "| contractive_kim2021",
     ]
     assert "| none |" in lines[4]
@@ -61,12 +61,12 @@ def test_unequal_steps_are_refused() -> None:
 
 def test_main(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(0)
-    write_run(tmp_path / "l2_tied" / "0", 1.5)
+    write_run(tmp_path / "l2" / "0", 1.5)
     assert main([str(tmp_path)]) == 0
     assert "At each of 2 validations" in capsys.readouterr().out
-    write_run(tmp_path / "l2_tied" / "1", 1.5, bound=2.9)
+    write_run(tmp_path / "l2" / "1", 1.5, bound=2.9)
     assert main([str(tmp_path)]) == 1
-    told = "no certificate at or above the attack: l2_tied (certified 2.9, attack 3)"
+    told = "no certificate at or above the attack: l2 (certified 2.9, attack 3)"
     assert told in capsys.readouterr().err
 
 
@@ -76,14 +76,14 @@ def test_main(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_is_not_a_number_is_no_certificate(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], bound: object, estimate: object
 ) -> None:
-    write_run(tmp_path / "l2_tied" / "0", 1.5, bound, estimate)
+    write_run(tmp_path / "l2" / "0", 1.5, bound, estimate)
     assert main([str(tmp_path)]) == 1
-    assert "no certificate at or above the attack: l2_tied (" in capsys.readouterr().err
+    assert "no certificate at or above the attack: l2 (" in capsys.readouterr().err
 
 
 def test_bounds_meet_the_attacks_of_their_own_row(tmp_path: Path) -> None:
     """The first row has no bound: the second's 2.5 is above the first attack, and below its own."""
-    folder = tmp_path / "l2_tied" / "0"
+    folder = tmp_path / "l2" / "0"
     write_run(folder, 1.5)
     (folder / "metrics.csv").write_text(
         "certificate/bound,certificate/estimate,step,val/nats\n,2.0,49,2.0\n2.5,3.0,99,1.5\n4.0,2.0,99,1.5\n"
@@ -99,7 +99,7 @@ def test_bounds_meet_the_attacks_of_their_own_row(tmp_path: Path) -> None:
 def test_bad_directories(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path)]) == 2
     assert "there are no runs" in capsys.readouterr().err
-    write_run(tmp_path / "l2_tied" / "0", 1.5)
-    (tmp_path / "l2_tied" / "0" / "metrics.csv").write_text("step,val/nats\n9,\n")
+    write_run(tmp_path / "l2" / "0", 1.5)
+    (tmp_path / "l2" / "0" / "metrics.csv").write_text("step,val/nats\n9,\n")
     assert main([str(tmp_path)]) == 2
     assert "it has not ended" in capsys.readouterr().err
