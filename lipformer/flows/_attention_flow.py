@@ -31,7 +31,6 @@ def attention_branch(
         width or dim,
         num_heads,
         batch_first=True,
-        value_proj=False,
         causal=causal,
         positions=positions,
         proj_coeff=1.0,

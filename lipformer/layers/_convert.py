@@ -39,8 +39,7 @@ def convert_attention(model: nn.Module, **kwargs: Any) -> nn.Module:
             Cross-attention (in nn.TransformerDecoderLayer, or by its name, or because keys have
             another width) and layers with add_bias_kv or add_zero_attn are left as they are and named
             in a warning.
-        kwargs: options of L2MultiheadAttention, such as causal or positions; value_proj is False (the
-            lean form) by default.
+        kwargs: options of L2MultiheadAttention, such as causal or positions.
 
     Returns:
         The model, with device, dtype, dropout, batch_first and mode of each layer kept.
@@ -103,7 +102,7 @@ def _converted(layer: nn.MultiheadAttention, options: dict[str, Any]) -> L2Multi
         batch_first=layer.batch_first,
         device=weight.device,
         dtype=weight.dtype,
-        **{"value_proj": False, **options},
+        **options,
     )
     heads = layer.num_heads
     q, k, v = (part.double().unflatten(0, (heads, -1)).mT for part in weight.chunk(3))  # (H, D, d)

@@ -57,9 +57,9 @@ class L2MultiheadAttention(Bakeable):
 
     Call-compatible with nn.MultiheadAttention for self-attention. Source: Kim, Papamakarios, Mnih
     2021. With ``value_proj=True`` the paper's form, :math:`M_h = W_h^\top W^V_h W^O_h / \sqrt d` and
-    :math:`t_h = 1/\sqrt d`; with ``value_proj=False`` the lean form (docs/theory, section 1): the same
-    functions with two matrices instead of four, :math:`M_h` being a block of out_proj, and a learned
-    temperature per head, which costs nothing in the certificate.
+    :math:`t_h = 1/\sqrt d`; by default the lean form (docs/theory, section 1): the same functions with
+    two matrices instead of four, :math:`M_h` being a block of out_proj, and a learned temperature per
+    head, which costs nothing in the certificate.
 
     Args:
         embed_dim: D, the width of the tokens.
@@ -68,7 +68,7 @@ class L2MultiheadAttention(Bakeable):
         bias: learned bias of the output. (One of the query-key projection would move all keys
             together and change nothing, so there is none except with rotary positions.)
         batch_first: input (B, N, D) rather than (N, B, D).
-        value_proj: the paper's form (True) or the lean form (False).
+        value_proj: the paper's form (True) or the lean form (False, the default).
         causal: True always masks, False never does, None leaves it to each call.
         any_mask: allow any attn_mask that hides keys but never a token's own; certified by the
             generic Theorem C.
@@ -81,7 +81,7 @@ class L2MultiheadAttention(Bakeable):
         dtype: of the parameters.
 
     Example:
-        >>> layer = L2MultiheadAttention(16, 4, batch_first=True, value_proj=False)
+        >>> layer = L2MultiheadAttention(16, 4, batch_first=True)
         >>> x = torch.randn(2, 10, 16)
         >>> out, weights = layer(x, x, x)
         >>> out.shape, weights.shape
@@ -102,7 +102,7 @@ class L2MultiheadAttention(Bakeable):
         bias: bool = True,
         batch_first: bool = False,
         *,
-        value_proj: bool = True,
+        value_proj: bool = False,
         causal: bool | None = None,
         any_mask: bool = False,
         window: int | None = None,

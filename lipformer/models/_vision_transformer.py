@@ -130,7 +130,6 @@ def _attention(config: VisionTransformerConfig) -> nn.Module:
         config.dim,
         config.num_heads,
         batch_first=True,
-        value_proj=False,
         causal=False,
         max_len=config.tokens,
     )

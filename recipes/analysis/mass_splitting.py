@@ -62,9 +62,7 @@ class Row(NamedTuple):
 def attentions(dim: int) -> dict[str, Attention]:
     """Dot-product attention with A = -I, W = I and lean L2 attention with the same values."""
     eye = torch.eye(dim, dtype=torch.float64)
-    l2 = lf.L2MultiheadAttention(
-        dim, 1, bias=False, value_proj=False, batch_first=True, dtype=torch.float64
-    )
+    l2 = lf.L2MultiheadAttention(dim, 1, bias=False, batch_first=True, dtype=torch.float64)
     with torch.no_grad():
         l2.q_proj.weight.copy_(eye)
         l2.out_proj.weight.copy_(eye)

@@ -83,7 +83,7 @@ def branches(dim: int, heads: int, length: int, coeff: float) -> dict[str, Inver
     """The blocks that are inverted, by name."""
 
     def attention(causal: bool) -> nn.Module:
-        return lf.L2MultiheadAttention(dim, heads, batch_first=True, value_proj=False, causal=causal)
+        return lf.L2MultiheadAttention(dim, heads, batch_first=True, causal=causal)
 
     return {
         "attention, norm": InvertibleResidual(attention(False), coeff, seq_len=length),

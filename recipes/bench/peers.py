@@ -111,7 +111,7 @@ class BoundsAlone(nn.Module):
 
 def lean(shape: Shape, **options: Any) -> lf.L2MultiheadAttention:
     """Our causal layer, in the lean form unless told otherwise."""
-    options = {"value_proj": False, "causal": True, "batch_first": True, **options}
+    options = {"causal": True, "batch_first": True, **options}
     return lf.L2MultiheadAttention(shape.dim, shape.heads, **options)
 
 

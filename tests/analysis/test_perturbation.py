@@ -120,7 +120,7 @@ def test_certified_modules_have_their_constant_and_images_pass() -> None:
 
 
 def test_l2_attention_is_asked_for_the_length_at_hand() -> None:
-    layer = lf.L2MultiheadAttention(6, 2, batch_first=True)
+    layer = lf.L2MultiheadAttention(6, 2, batch_first=True, value_proj=True)
     _, moved = perturbation_bound(lf.Residual(layer), torch.randn(2, 5, 6), 1.0)
     expected = lf.certify(lf.Residual(layer).double(), seq_len=5).bound
     torch.testing.assert_close(moved, torch.full((2,), expected, dtype=F64), rtol=1e-6, atol=0.0)

@@ -74,7 +74,7 @@ def test_dropout_in_training() -> None:
 
 
 def test_attention_dropout_in_training() -> None:
-    attention = lf.L2MultiheadAttention(D, H, dropout=0.1)
+    attention = lf.L2MultiheadAttention(D, H, dropout=0.1, value_proj=True)
     error = refusal(attention.train(), seq_len=N)
     assert "attention dropout of 0.1 is random in training mode" in error.reason
     assert lf.certify(attention.eval(), seq_len=N).bound > 0
@@ -128,12 +128,12 @@ def test_a_length_is_needed() -> None:
     error = refusal(nn.Sequential(lf.L2MultiheadAttention(D, H)))
     assert "grows with the number of tokens, and none was given" in error.reason
     assert "seq_len=N" in error.instead
-    limited = lf.L2MultiheadAttention(D, H, max_len=N)
+    limited = lf.L2MultiheadAttention(D, H, max_len=N, value_proj=True)
     assert lf.certify(limited).bound == lf.certify(limited, seq_len=N).bound
     assert lf.certify(limited).seq_len == N
     assert "exceeds the layer's max_len=6" in refusal(limited, seq_len=7).reason
     for options in ({"window": 3}, {"positions": "alibi"}):
-        unlimited = lf.L2MultiheadAttention(D, H, causal=True, **options)
+        unlimited = lf.L2MultiheadAttention(D, H, causal=True, value_proj=True, **options)
         certificate = lf.certify(unlimited)
         assert certificate.seq_len is None
         assert certificate.domain == "for every input"
@@ -142,7 +142,7 @@ def test_a_length_is_needed() -> None:
 
 def test_norms_that_do_not_apply() -> None:
     assert "no bound in the linf norm" in refusal(lf.BallProjection(1.0), norm="linf").reason
-    attention = lf.L2MultiheadAttention(D, H, positions="rotary")
+    attention = lf.L2MultiheadAttention(D, H, positions="rotary", value_proj=True)
     assert "no isometries in the linf norm" in refusal(attention, seq_len=N, norm="linf").reason
     assert "needs a causal layer" in refusal(attention, seq_len=N, norm="self").reason
     assert "lookup of integers" in refusal(nn.Embedding(3, 4)).reason
@@ -279,14 +279,16 @@ def test_the_mask_decides_the_theorem() -> None:
         "window": {"causal": True, "window": 4},
     }.items():
         torch.manual_seed(0)
-        bounds[name] = lf.certify(lf.L2MultiheadAttention(D, H, **options), seq_len=64).bound
+        bounds[name] = lf.certify(
+            lf.L2MultiheadAttention(D, H, value_proj=True, **options), seq_len=64
+        ).bound
     assert bounds["either"] == max(bounds["causal"], bounds["unmasked"])
     assert bounds["unmasked"] < bounds["causal"] < bounds["any"]
     assert bounds["window"] < bounds["causal"]
 
 
 def test_more_tokens_larger_bound() -> None:
-    layer = lf.L2MultiheadAttention(D, H)
+    layer = lf.L2MultiheadAttention(D, H, value_proj=True)
     for norm in ("l2", "token", "linf"):
         bounds = [lf.certify(layer, seq_len=n, norm=norm).bound for n in (1, 2, 8, 64, 512)]
         assert bounds == sorted(set(bounds))

@@ -119,7 +119,9 @@ def test_channels_that_become_tokens() -> None:
 def test_factors_that_cancel() -> None:
     """In float32 the product of these weights is noise instead of zero."""
     a, b, order = torch.randn(64, 32), torch.randn(64, 32), torch.randperm(64)
-    layer = lf.L2MultiheadAttention(64, 1, batch_first=True, causal=False, max_len=8, bias=False)
+    layer = lf.L2MultiheadAttention(
+        64, 1, batch_first=True, causal=False, max_len=8, bias=False, value_proj=True
+    )
     with torch.no_grad():
         layer.q_proj.weight.copy_(torch.cat([a, a], 1)[:, order])
         layer.v_proj.weight.copy_(torch.cat([b, -b], 1)[:, order])
@@ -169,7 +171,7 @@ def test_a_mask_beside_is_causal() -> None:
     hides[2, 0] = True
     with pytest.raises(ValueError, match="neither empty nor the causal mask"):
         lf.L2MultiheadAttention(4, 2, batch_first=True)(x, attn_mask=hides, is_causal=True)
-    free = lf.L2MultiheadAttention(4, 2, batch_first=True, any_mask=True)
+    free = lf.L2MultiheadAttention(4, 2, batch_first=True, any_mask=True, value_proj=True)
     weights = free(x, attn_mask=hides, is_causal=True)[1]
     assert weights[0, 2, 0] == 0
     assert (weights[0].triu(1) == 0).all()

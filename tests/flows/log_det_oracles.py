@@ -30,9 +30,17 @@ def log_det_oracle(branch: nn.Module, x: Tensor, padding: Tensor | None = None) 
     return torch.stack(values)
 
 
-def attention(width: int = 4, heads: int = 2, **options: object) -> lf.L2MultiheadAttention:
+def attention(
+    width: int = 4, heads: int = 2, value_proj: bool = True, **options: object
+) -> lf.L2MultiheadAttention:
     """Batch-first attention with weights large enough for a Jacobian far from its diagonal."""
-    layer = lf.L2MultiheadAttention(width, heads, batch_first=True, **options)  # type: ignore[arg-type]
+    layer = lf.L2MultiheadAttention(
+        width,
+        heads,
+        batch_first=True,
+        value_proj=value_proj,
+        **options,  # type: ignore[arg-type]
+    )
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.copy_(0.7 * torch.randn_like(parameter))

@@ -115,11 +115,13 @@ def block(name: str, **options: object) -> lf.InvertibleResidual:
     causal = {"batch_first": True, "causal": True, "max_len": 40}
     branches = {
         "attention": lambda: lf.L2MultiheadAttention(8, 2, value_proj=False, **causal),
-        "rotary window": lambda: lf.L2MultiheadAttention(8, 2, window=4, positions="rotary", **causal),
-        "alibi": lambda: lf.L2MultiheadAttention(8, 2, positions="alibi", **causal),
+        "rotary window": lambda: lf.L2MultiheadAttention(
+            8, 2, window=4, positions="rotary", value_proj=True, **causal
+        ),
+        "alibi": lambda: lf.L2MultiheadAttention(8, 2, positions="alibi", value_proj=True, **causal),
         "feed-forward": lambda: lf.FeedForward(8, 16),
         "sequence": lambda: nn.Sequential(
-            lf.L2MultiheadAttention(8, 2, **causal), nn.Tanh(), lf.FeedForward(8, 16)
+            lf.L2MultiheadAttention(8, 2, value_proj=True, **causal), nn.Tanh(), lf.FeedForward(8, 16)
         ),
     }
     torch.manual_seed(1)

@@ -19,7 +19,7 @@ def block(name: str, **options: object) -> lf.InvertibleResidual:
     attention = {"batch_first": True, "causal": causal, "max_len": 8}
     branches = {
         "attention": lambda: lf.L2MultiheadAttention(D, 2, value_proj=False, **attention),
-        "paper": lambda: lf.L2MultiheadAttention(D, 2, **attention),
+        "paper": lambda: lf.L2MultiheadAttention(D, 2, value_proj=True, **attention),
         "sequence": lambda: nn.Sequential(
             lf.L2MultiheadAttention(D, 2, value_proj=False, **attention),
             lf.FeedForward(D, 6, activation=nn.Tanh()),

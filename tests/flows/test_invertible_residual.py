@@ -26,10 +26,12 @@ def branch(name: str, *, causal: bool = False, max_len: int = 256, **options: An
     if name == "attention":
         return lf.L2MultiheadAttention(D, 2, value_proj=False, **attention)
     if name == "paper":
-        return lf.L2MultiheadAttention(D, 2, **attention)
+        return lf.L2MultiheadAttention(D, 2, value_proj=True, **attention)
     if name == "feed-forward":
         return lf.FeedForward(D, 16)
-    return nn.Sequential(lf.L2MultiheadAttention(D, 2, **attention), lf.FeedForward(D, 16))
+    return nn.Sequential(
+        lf.L2MultiheadAttention(D, 2, value_proj=True, **attention), lf.FeedForward(D, 16)
+    )
 
 
 def block(name: str, coeff: float = 0.9, mode: str = "norm", **options: Any) -> lf.InvertibleResidual:
@@ -335,7 +337,7 @@ def test_the_record_says_whether_the_promise_is_within_the_tolerance() -> None:
 def test_no_tokens_and_too_large_ones() -> None:
     block = lf.InvertibleResidual(lf.FeedForward(4, 8), 0.9)
     assert block.inverse(torch.zeros(2, 0, 4)).shape == (2, 0, 4)
-    attention = lf.L2MultiheadAttention(4, 1, batch_first=True, causal=False)
+    attention = lf.L2MultiheadAttention(4, 1, batch_first=True, causal=False, value_proj=True)
     with pytest.raises(ValueError, match="overflows torch.float32 at y"):
         lf.InvertibleResidual(attention, 0.9, seq_len=3).inverse(torch.randn(2, 3, 4) * 1e38)
     with pytest.raises(ValueError, match="causal or token-wise all the way down"):

@@ -254,7 +254,7 @@ class TestBadInput:
             )
 
     def test_tokens_first(self) -> None:
-        branch = lf.Contractive(lf.L2MultiheadAttention(4, 2), 0.5, seq_len=4)
+        branch = lf.Contractive(lf.L2MultiheadAttention(4, 2, value_proj=True), 0.5, seq_len=4)
         with pytest.raises(ValueError, match="module \\(L2MultiheadAttention\\).*batch_first=False"):
             residual_log_det(branch, torch.randn(4, 4, 4), method="exact", rate=0.5)
 

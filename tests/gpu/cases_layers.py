@@ -13,7 +13,7 @@ from tests.gpu.case import DRAWN, Case, Spec, by_name, new, padding, tokens
 
 def attention(**options: Any) -> Spec:
     """L2 attention on (B, 6, 8) with two heads."""
-    return new(lf.L2MultiheadAttention, 8, 2, **{"batch_first": True, **options})
+    return new(lf.L2MultiheadAttention, 8, 2, **{"batch_first": True, "value_proj": True, **options})
 
 
 def causal_mask() -> Tensor:

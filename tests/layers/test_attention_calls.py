@@ -21,7 +21,7 @@ CAUSAL = torch.ones(N, N, dtype=torch.bool).triu(1)  # True hides
 def pair(batch_first: bool, **options: object) -> tuple[nn.MultiheadAttention, lf.L2MultiheadAttention]:
     return (
         nn.MultiheadAttention(D, H, batch_first=batch_first),
-        lf.L2MultiheadAttention(D, H, batch_first=batch_first, **options),
+        lf.L2MultiheadAttention(D, H, batch_first=batch_first, value_proj=True, **options),
     )
 
 
@@ -59,7 +59,9 @@ def test_shapes(shape: tuple[int, ...], batch_first: bool, average: bool, need_w
 
 
 def test_layouts_agree() -> None:
-    first, second = (lf.L2MultiheadAttention(D, H, batch_first=b) for b in (True, False))
+    first, second = (
+        lf.L2MultiheadAttention(D, H, batch_first=b, value_proj=True) for b in (True, False)
+    )
     second.load_state_dict(first.state_dict())
     x = torch.randn(B, N, D)
     assert error(second(x.transpose(0, 1))[0].transpose(0, 1), first(x)[0]) < 1e-6
@@ -68,7 +70,7 @@ def test_layouts_agree() -> None:
 
 
 def test_key_and_value_may_be_left_out() -> None:
-    attention, x = lf.L2MultiheadAttention(D, H), torch.randn(N, B, D)
+    attention, x = lf.L2MultiheadAttention(D, H, value_proj=True), torch.randn(N, B, D)
     assert torch.equal(attention(x)[0], attention(x, x, x)[0])
     assert torch.equal(attention(x, need_weights=False)[0], attention(x)[0])
 
@@ -77,14 +79,14 @@ def test_key_and_value_may_be_left_out() -> None:
 @pytest.mark.parametrize("shape", [(N, N), (B * H, N, N)])
 def test_causal_mask(kind: str, shape: tuple[int, ...]) -> None:
     """As a mask of either kind, as a hint with a mask, as a flag, and built in: all the same."""
-    attention, x = lf.L2MultiheadAttention(D, H, batch_first=True), torch.randn(B, N, D)
+    attention, x = lf.L2MultiheadAttention(D, H, batch_first=True, value_proj=True), torch.randn(B, N, D)
     mask = CAUSAL.expand(shape)
     if kind == "float":
         mask = torch.zeros(shape).masked_fill(mask, -math.inf)
     flag = attention(x, is_causal=True)[0]
     assert torch.equal(attention(x, attn_mask=mask)[0], flag)
     assert torch.equal(attention(x, attn_mask=mask, is_causal=True)[0], flag)
-    built_in = lf.L2MultiheadAttention(D, H, batch_first=True, causal=True)
+    built_in = lf.L2MultiheadAttention(D, H, batch_first=True, causal=True, value_proj=True)
     built_in.load_state_dict(attention.state_dict())
     assert torch.equal(built_in(x)[0], flag)
     assert torch.equal(built_in(x, attn_mask=mask)[0], flag)
@@ -93,7 +95,7 @@ def test_causal_mask(kind: str, shape: tuple[int, ...]) -> None:
 
 def test_an_empty_mask_is_no_mask() -> None:
     for causal in (None, False):
-        attention = lf.L2MultiheadAttention(D, H, batch_first=True, causal=causal)
+        attention = lf.L2MultiheadAttention(D, H, batch_first=True, causal=causal, value_proj=True)
         x = torch.randn(B, N, D)
         for mask in (torch.zeros(N, N), torch.zeros(N, N, dtype=torch.bool)):
             assert torch.equal(attention(x, attn_mask=mask)[0], attention(x)[0])
@@ -101,7 +103,7 @@ def test_an_empty_mask_is_no_mask() -> None:
 
 def test_any_mask_hides_what_it_says() -> None:
     """A hidden key has no influence; a mask per sample and head is laid out as in torch."""
-    attention = lf.L2MultiheadAttention(D, H, batch_first=True, any_mask=True)
+    attention = lf.L2MultiheadAttention(D, H, batch_first=True, any_mask=True, value_proj=True)
     x = torch.randn(B, N, D)
     masks = (torch.rand(B * H, N, N) < 0.5) & ~torch.eye(N, dtype=torch.bool)
     _, weights = attention(x, attn_mask=masks, average_attn_weights=False)
@@ -139,7 +141,7 @@ def test_a_mask_that_is_not_read_is_obeyed_or_gives_nan(
     name: str, request: pytest.FixtureRequest
 ) -> None:
     options, mask, covered = MASKED[name]
-    attention = lf.L2MultiheadAttention(D, H, batch_first=True, **options)
+    attention = lf.L2MultiheadAttention(D, H, batch_first=True, value_proj=True, **options)
     x = torch.randn(B, N, D)
     if covered:
         expected = attention(x, attn_mask=mask)
@@ -154,7 +156,7 @@ def test_a_mask_that_is_not_read_is_obeyed_or_gives_nan(
 
 
 def test_a_hint_stands_for_a_mask_that_is_not_read(unread: None) -> None:
-    attention, x = lf.L2MultiheadAttention(D, H, batch_first=True), torch.randn(B, N, D)
+    attention, x = lf.L2MultiheadAttention(D, H, batch_first=True, value_proj=True), torch.randn(B, N, D)
     out = attention(x, attn_mask=CAUSAL, is_causal=True)[0]
     assert torch.equal(out, attention(x, is_causal=True)[0])
 
@@ -162,7 +164,7 @@ def test_a_hint_stands_for_a_mask_that_is_not_read(unread: None) -> None:
 @pytest.mark.parametrize("name", ["causal", "banded", "any", "any, own key hidden"])
 def test_a_compiled_layer_obeys_a_mask_or_gives_nan(name: str) -> None:
     options, mask, covered = MASKED[name]
-    attention = lf.L2MultiheadAttention(D, H, batch_first=True, **options)
+    attention = lf.L2MultiheadAttention(D, H, batch_first=True, value_proj=True, **options)
     x = torch.randn(B, N, D)
     torch._dynamo.reset()
     out = torch.compile(attention, fullgraph=True, backend="aot_eager")(x, attn_mask=mask)[0]
@@ -174,7 +176,7 @@ def test_a_compiled_layer_obeys_a_mask_or_gives_nan(name: str) -> None:
 
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_padding_of_either_kind(batch_first: bool) -> None:
-    attention = lf.L2MultiheadAttention(D, H, batch_first=batch_first)
+    attention = lf.L2MultiheadAttention(D, H, batch_first=batch_first, value_proj=True)
     x = torch.randn(B, N, D)
     padded = torch.zeros(B, N, dtype=torch.bool)
     padded[0, 4:] = True
@@ -197,10 +199,10 @@ def test_padding_of_either_kind(batch_first: bool) -> None:
     "options",
     [
         {"value_proj": False},
-        {"causal": True},
+        {"causal": True, "value_proj": True},
         {"causal": True, "positions": "alibi", "value_proj": False},
-        {"causal": True, "window": 2},
-        {"positions": "rotary"},
+        {"causal": True, "window": 2, "value_proj": True},
+        {"positions": "rotary", "value_proj": True},
     ],
     ids=str,
 )
@@ -223,7 +225,7 @@ def test_content_of_padded_tokens_is_never_read(options: dict[str, object], cont
 
 def test_gradients_with_padding_are_finite() -> None:
     """Whatever stands at the padded tokens."""
-    attention = lf.L2MultiheadAttention(D, H, batch_first=True, causal=True)
+    attention = lf.L2MultiheadAttention(D, H, batch_first=True, causal=True, value_proj=True)
     padded = torch.zeros(3, N, dtype=torch.bool)
     padded[0, :4] = padded[1] = True
     x = torch.randn(3, N, D).masked_fill(padded[..., None], math.nan).requires_grad_()
@@ -255,7 +257,7 @@ def test_wrappers_pass_the_padding_on() -> None:
 def test_wrappers_pass_the_padding_on_to_torchs_layers() -> None:
     """Torch calls it src_key_padding_mask: dropping it would let padded tokens in."""
     inner = nn.TransformerEncoderLayer(D, H, 16, dropout=0.0, batch_first=True)
-    inner.self_attn = lf.L2MultiheadAttention(D, H, batch_first=True)
+    inner.self_attn = lf.L2MultiheadAttention(D, H, batch_first=True, value_proj=True)
     nn.init.normal_(inner.self_attn.q_proj.weight)
     x = torch.randn(B, N, D)
     padded = torch.zeros(B, N, dtype=torch.bool)

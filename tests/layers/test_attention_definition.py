@@ -21,7 +21,7 @@ def tokens(*shape: int) -> Tensor:
 
 
 def layer(**options: object) -> lf.L2MultiheadAttention:
-    options = {"batch_first": True, **options}
+    options = {"batch_first": True, "value_proj": True, **options}
     made = scrambled(lf.L2MultiheadAttention(D, H, dtype=torch.float64, **options))
     assert isinstance(made, lf.L2MultiheadAttention)
     return made
@@ -139,7 +139,7 @@ def test_dropout_in_training_only() -> None:
 
 def test_initial_weights() -> None:
     """Small W_Q in the paper's form, temperatures around 1/d in the lean form (experiments)."""
-    full = lf.L2MultiheadAttention(64, 8)
+    full = lf.L2MultiheadAttention(64, 8, value_proj=True)
     assert full.q_proj.weight.abs().max().item() <= 2**-4 / 8
     lean = lf.L2MultiheadAttention(64, 8, value_proj=False)
     assert lean.log_temperature.mean().item() == pytest.approx(-math.log(8), abs=1e-5)
@@ -160,7 +160,9 @@ def test_projections_normalised_at_every_moment() -> None:
 @pytest.mark.parametrize("options", [{"positions": "alibi"}, {"proj_coeff": 1.0}], ids=str)
 def test_built_on_the_meta_device(options: dict[str, object]) -> None:
     """to_empty leaves everything undefined; reset_parameters makes the layer whole."""
-    made = lf.L2MultiheadAttention(D, H, batch_first=True, causal=True, device="meta", **options)
+    made = lf.L2MultiheadAttention(
+        D, H, batch_first=True, causal=True, device="meta", value_proj=True, **options
+    )
     made = made.to_empty(device="cpu")
     for tensor in (*made.parameters(), *made.buffers()):
         torch.nn.init.constant_(tensor, math.nan)

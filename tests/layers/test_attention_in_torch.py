@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:Use
 
 
 def l2_attention(layer: nn.TransformerEncoderLayer, **options: Any) -> lf.L2MultiheadAttention:
-    options = {"batch_first": layer.self_attn.batch_first, **options}
+    options = {"batch_first": layer.self_attn.batch_first, "value_proj": True, **options}
     attention = lf.L2MultiheadAttention(D, H, **options)
     with torch.no_grad():
         attention.q_proj.weight.normal_()  # the small initial one would hide differences

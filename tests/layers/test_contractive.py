@@ -58,7 +58,7 @@ class TestL2(AttentionInside):
 class TestToken(AttentionInside):
     norm = "token"
     attacked = (("token", "plain"),)
-    options: ClassVar[dict[str, Any]] = {}
+    options: ClassVar[dict[str, Any]] = {"value_proj": True}
 
     @pytest.mark.slow
     def test_compile(self) -> None:
@@ -69,7 +69,7 @@ class TestSelf(AttentionInside):
     norm = "self"
     norms = ("l2", "token", "linf", "self")
     attacked = (("self", "plain"),)
-    options: ClassVar[dict[str, Any]] = {"causal": True, "window": 3}
+    options: ClassVar[dict[str, Any]] = {"value_proj": True, "causal": True, "window": 3}
 
     @pytest.mark.slow
     def test_compile(self) -> None:
@@ -79,7 +79,7 @@ class TestSelf(AttentionInside):
 class TestLinf(AttentionInside):
     norm = "linf"
     attacked = (("linf", "plain"),)
-    options: ClassVar[dict[str, Any]] = {}
+    options: ClassVar[dict[str, Any]] = {"value_proj": True}
 
     @pytest.mark.slow
     def test_compile(self) -> None:

@@ -14,13 +14,13 @@ from tests.layers.battery import error, scrambled
 B, N, D, H = 2, 11, 8, 2
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
 FORMS: dict[str, dict[str, Any]] = {
-    "paper": {"causal": True},
+    "paper": {"value_proj": True, "causal": True},
     "lean": {"value_proj": False, "causal": True},
     "window": {"value_proj": False, "causal": True, "window": 3},
-    "window of one": {"causal": True, "window": 1},
+    "window of one": {"value_proj": True, "causal": True, "window": 1},
     "alibi": {"value_proj": False, "causal": True, "positions": "alibi"},
-    "alibi and window": {"causal": True, "positions": "alibi", "window": 4},
-    "rotary": {"causal": True, "positions": "rotary"},
+    "alibi and window": {"value_proj": True, "causal": True, "positions": "alibi", "window": 4},
+    "rotary": {"value_proj": True, "causal": True, "positions": "rotary"},
     "rotary and window": {"value_proj": False, "causal": True, "positions": "rotary", "window": 5},
 }
 # One token at a time; a prompt, then one at a time; chunks of several sizes; all at once.
@@ -99,13 +99,13 @@ def test_tokens_of_any_size_and_offset(size: float, offset: float) -> None:
 
 def test_a_layer_called_either_way() -> None:
     """causal=None: steps are the rows of the causal call."""
-    layer = scrambled(lf.L2MultiheadAttention(D, H, batch_first=True))
+    layer = scrambled(lf.L2MultiheadAttention(D, H, batch_first=True, value_proj=True))
     x = torch.randn(B, N, D)
     assert error(decode(layer, x, CHUNKS["chunks"]), layer(x, is_causal=True)[0]) <= 1e-6
 
 
 def test_tokens_first() -> None:
-    layer = scrambled(lf.L2MultiheadAttention(D, H, causal=True))
+    layer = scrambled(lf.L2MultiheadAttention(D, H, causal=True, value_proj=True))
     x = torch.randn(N, B, D)
     cache, rows = None, []
     for token in x.split(1):
@@ -127,7 +127,9 @@ def test_the_cache_holds_keys_only() -> None:
 
 @pytest.mark.parametrize("window", [1, 3])
 def test_the_cache_of_a_window_stays_small(window: int) -> None:
-    layer = scrambled(lf.L2MultiheadAttention(D, H, batch_first=True, causal=True, window=window))
+    layer = scrambled(
+        lf.L2MultiheadAttention(D, H, batch_first=True, causal=True, window=window, value_proj=True)
+    )
     cache, padded = None, left_padding()
     for k in range(N):
         _, cache = layer.step(torch.randn(B, 1, D), cache, padded[:, k : k + 1])
@@ -149,8 +151,8 @@ def test_a_padding_mask_may_begin_or_end_later() -> None:
 def test_bad_steps_are_named() -> None:
     x = torch.randn(B, 3, D)
     with pytest.raises(ValueError, match="decoding is causal, but the layer has causal=False"):
-        lf.L2MultiheadAttention(D, H, batch_first=True, causal=False).step(x)
-    layer = lf.L2MultiheadAttention(D, H, batch_first=True, causal=True, max_len=4)
+        lf.L2MultiheadAttention(D, H, batch_first=True, causal=False, value_proj=True).step(x)
+    layer = lf.L2MultiheadAttention(D, H, batch_first=True, causal=True, max_len=4, value_proj=True)
     _, cache = layer.step(x)
     with pytest.raises(ValueError, match="max_len is 4, got 3 tokens in the cache and 2 new"):
         layer.step(x[:, :2], cache)
@@ -163,6 +165,6 @@ def test_bad_steps_are_named() -> None:
 def test_a_contractive_layer_that_does_not_mask_has_no_steps() -> None:
     """Its forward pass sees later tokens, so rows step by step could not be the same."""
     for causal in (None, False):
-        layer = lf.L2MultiheadAttention(D, H, batch_first=True, causal=causal)
+        layer = lf.L2MultiheadAttention(D, H, batch_first=True, causal=causal, value_proj=True)
         with pytest.raises(ValueError, match="causal"):
             lf.Contractive(layer, seq_len=N).step(torch.randn(B, 1, D))

@@ -20,7 +20,7 @@ class AttentionBattery(CertifiedLayer):
 
     norms = ("l2", "token", "linf")
     variants = ("plain", "padded")
-    options: ClassVar[dict[str, Any]] = {}
+    options: ClassVar[dict[str, Any]] = {"value_proj": True}
 
     def make(self) -> nn.Module:
         return lf.L2MultiheadAttention(8, 2, batch_first=True, **self.options)
@@ -65,7 +65,7 @@ class TestPaper(AttentionBattery):
 
 
 class TestPaperCausal(AttentionBattery):
-    options: ClassVar[dict[str, Any]] = {"causal": True, "bias": False}
+    options: ClassVar[dict[str, Any]] = {"value_proj": True, "causal": True, "bias": False}
     norms = ("l2", "token", "linf", "self")
     attacked = (("l2", "plain"),)
 
@@ -75,7 +75,7 @@ class TestPaperCausal(AttentionBattery):
 
 
 class TestPaperUnmasked(AttentionBattery):
-    options: ClassVar[dict[str, Any]] = {"causal": False}
+    options: ClassVar[dict[str, Any]] = {"value_proj": True, "causal": False}
 
     @pytest.mark.slow
     def test_compile(self) -> None:
@@ -104,7 +104,7 @@ class TestAlibi(AttentionBattery):
 
 
 class TestRotary(AttentionBattery):
-    options: ClassVar[dict[str, Any]] = {"positions": "rotary", "causal": True}
+    options: ClassVar[dict[str, Any]] = {"value_proj": True, "positions": "rotary", "causal": True}
     norms = ("l2", "token", "self")
     attacked = (("token", "plain"),)
 
@@ -124,7 +124,7 @@ class TestAnyMask(AttentionBattery):
 
 
 class TestNormalisedProjections(AttentionBattery):
-    options: ClassVar[dict[str, Any]] = {"proj_coeff": 0.7, "causal": True}
+    options: ClassVar[dict[str, Any]] = {"value_proj": True, "proj_coeff": 0.7, "causal": True}
     norms = ("l2", "token", "linf", "self")
 
     @pytest.mark.slow

@@ -253,7 +253,9 @@ class TestConstants:
         assert len(constants._held) <= 16
 
     def test_a_layer_first_used_in_inference_mode_can_be_trained(self) -> None:
-        layer = lf.Contractive(lf.L2MultiheadAttention(8, 2, causal=True, positions="alibi"), norm="l2")
+        layer = lf.Contractive(
+            lf.L2MultiheadAttention(8, 2, causal=True, positions="alibi", value_proj=True), norm="l2"
+        )
         layer.module.constants = Constants()
         x = torch.randn(5, 1, 8)
         with torch.inference_mode():
@@ -269,7 +271,9 @@ class TestConstants:
 
     def test_slopes_are_not_rounded_with_the_weights(self) -> None:
         slopes = (0.3, 0.7)
-        layer = lf.L2MultiheadAttention(8, 2, causal=True, positions="alibi", slopes=slopes).bfloat16()
+        layer = lf.L2MultiheadAttention(
+            8, 2, causal=True, positions="alibi", slopes=slopes, value_proj=True
+        ).bfloat16()
         found = layer._slopes(torch.zeros(1))
         assert found is not None
         assert found.tolist() == list(layer.slopes or ())

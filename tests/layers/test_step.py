@@ -18,7 +18,9 @@ B, N, D = 3, 9, 8
 
 
 def attention(**options: object) -> lf.L2MultiheadAttention:
-    return lf.L2MultiheadAttention(D, 2, batch_first=True, causal=True, max_len=N, **options)
+    return lf.L2MultiheadAttention(
+        D, 2, batch_first=True, causal=True, max_len=N, value_proj=True, **options
+    )
 
 
 class Halve(nn.Module):
@@ -131,7 +133,7 @@ def test_what_cannot_be_decoded_is_named() -> None:
 
     with pytest.raises(TypeError, match="Louder has no step"):
         step_module(Louder(D, D), x)
-    plain = lf.L2MultiheadAttention(D, 2, batch_first=True, max_len=N)
+    plain = lf.L2MultiheadAttention(D, 2, batch_first=True, max_len=N, value_proj=True)
     with pytest.raises(ValueError, match="causal=True, got None"):
         step_module(plain, x)
     with pytest.raises(TypeError, match="tuple of 2 caches"):
