@@ -31,7 +31,10 @@ def test_shares_are_of_the_baselines_speed() -> None:
     assert rows["other"]["characters_per_second"] == 50.0
 
 
-def test_main(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_main(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "set_flush_denormal", lambda mode: True)
     out = tmp_path / "deep" / "training.json"
     main(["--seconds", "0", "--batch", "1", "--block", "8", "--out", str(out)])
     rows = json.loads(out.read_text())["rows"]
