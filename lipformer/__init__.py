@@ -3,19 +3,9 @@
 Drop-in layers for Transformers whose Lipschitz constant is known and certified.
 """
 
-from lipformer import analysis, functional, models
-from lipformer.certificate import (
-    Ask,
-    Attack,
-    Bound,
-    Certificate,
-    Estimate,
-    NotCertifiable,
-    attack_lipschitz,
-    certify,
-    estimate_lipschitz,
-    register_bound,
-)
+from lipformer import analysis, flows, functional, layers, models
+from lipformer.certificate import NotCertifiable, certify, register_bound
+from lipformer.estimates import attack_lipschitz, estimate_lipschitz
 from lipformer.flows import ActNorm, InvertibleResidual
 from lipformer.layers import (
     BallProjection,
@@ -23,12 +13,10 @@ from lipformer.layers import (
     Contractive,
     ConvexResidual,
     FeedForward,
-    KeyCache,
     L2MultiheadAttention,
     LipSwish,
     MaxMin,
     Residual,
-    SpectralBound,
     SpectralLinear,
     TokenShift,
     bake,
@@ -41,24 +29,17 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ActNorm",
-    "Ask",
-    "Attack",
     "BallProjection",
-    "Bound",
     "CenterNorm",
-    "Certificate",
     "Contractive",
     "ConvexResidual",
-    "Estimate",
     "FeedForward",
     "InvertibleResidual",
-    "KeyCache",
     "L2MultiheadAttention",
     "LipSwish",
     "MaxMin",
     "NotCertifiable",
     "Residual",
-    "SpectralBound",
     "SpectralLinear",
     "TokenShift",
     "analysis",
@@ -67,8 +48,10 @@ __all__ = [
     "certify",
     "convert_attention",
     "estimate_lipschitz",
+    "flows",
     "frozen",
     "functional",
+    "layers",
     "models",
     "register_bound",
     "spectral_bound",

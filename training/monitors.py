@@ -17,7 +17,7 @@ from torch import Tensor
 import lipformer as lf
 from lipformer.flows import NotConverged
 from lipformer.models import LanguageModel
-from lipformer.models._generate import check_sampling
+from lipformer.models.language_model import check_sampling
 from training.corpus import decode, encode
 from training.errors import BadInput
 from training.module import LanguageModule

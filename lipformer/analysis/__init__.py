@@ -4,20 +4,16 @@ Dot-product attention has no global Lipschitz constant. What is here bounds it o
 input, measures it on real models, and carries perturbations through a network.
 """
 
-from lipformer.analysis._adversarial import (
+from lipformer.analysis.bounds.adversarial import (
     adversarial_measure,
     adversarial_tokens,
     ball_lower_bound,
     mean_field_lower_bound,
 )
-from lipformer.analysis._ball import ball_bound, layer_norm_radius, mean_field_bound
-from lipformer.analysis._certified_radius import certified_accuracy, certified_radius, is_certified
-from lipformer.analysis._gain_table import Exponent, GainRow, GainTable
-from lipformer.analysis._layer_gains import layer_gains
-from lipformer.analysis._local import jasmin_loss, local_bound
-from lipformer.analysis._lofast import lofast_bound
-from lipformer.analysis._maps import AttentionMaps, attention_maps
-from lipformer.analysis._measures import (
+from lipformer.analysis.bounds.ball import ball_bound, layer_norm_radius, mean_field_bound
+from lipformer.analysis.bounds.local import jasmin_loss, local_bound
+from lipformer.analysis.maps import attention_maps
+from lipformer.analysis.measures import (
     SplitAttack,
     measure_attention,
     measure_gain,
@@ -25,8 +21,13 @@ from lipformer.analysis._measures import (
     split_attack,
     split_gain,
 )
-from lipformer.analysis._perturbation import perturbation_bound, register_perturbation
-from lipformer.analysis._probes import AttentionProbe, probe_attention
+from lipformer.analysis.probes.gain_table import Exponent, GainRow, GainTable
+from lipformer.analysis.probes.gains import layer_gains
+from lipformer.analysis.probes.probe import AttentionProbe, probe_attention
+from lipformer.analysis.robustness.lofast import lofast_bound
+from lipformer.analysis.robustness.perturbation import perturbation_bound, register_perturbation
+from lipformer.analysis.robustness.radius import certified_accuracy, certified_radius, is_certified
+from lipformer.functional.attention.maps import AttentionMaps
 
 __all__ = [
     "AttentionMaps",

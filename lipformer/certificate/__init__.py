@@ -1,11 +1,7 @@
-"""Certified bounds of Lipschitz constants, and lower estimates to hold against them."""
+"""Certified upper bounds of Lipschitz constants: rules for modules, and how they compose."""
 
-from lipformer.certificate import _activations, _linear_rules, _torch_rules  # noqa: F401  rules
-from lipformer.certificate._attack import Attack, attack_lipschitz
-from lipformer.certificate._certificate import Certificate, NotCertifiable
-from lipformer.certificate._estimate import Estimate, estimate_lipschitz
-from lipformer.certificate._linear_rules import conv_bound
-from lipformer.certificate._registry import (
+from lipformer.certificate import activations, linear_rules, torch_rules  # noqa: F401  rules
+from lipformer.certificate.bounds import (
     Ask,
     Bound,
     certify,
@@ -13,18 +9,16 @@ from lipformer.certificate._registry import (
     times,
     weighted_sum,
 )
+from lipformer.certificate.certificate import Certificate, NotCertifiable
+from lipformer.certificate.linear_rules import conv_bound
 
 __all__ = [
     "Ask",
-    "Attack",
     "Bound",
     "Certificate",
-    "Estimate",
     "NotCertifiable",
-    "attack_lipschitz",
     "certify",
     "conv_bound",
-    "estimate_lipschitz",
     "register_bound",
     "times",
     "weighted_sum",

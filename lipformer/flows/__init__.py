@@ -6,14 +6,7 @@ is made of :class:`InvertibleResidual`, :class:`ActNorm`, :class:`InvertibleLine
 ``inverse_and_log_det``. ``to_*`` put them into other flow libraries. See docs/flows.md.
 """
 
-from lipformer.flows._act_norm import ActNorm
-from lipformer.flows._attention_flow import AttentionFlow
-from lipformer.flows._conditioning import estimate_inverse_gain
-from lipformer.flows._fixed_point import NotConverged, Record, solve_fixed_point
-from lipformer.flows._invertible_residual import InvertibleResidual
-from lipformer.flows._linear import InvertibleLinear, Permutation
-from lipformer.flows._log_det import LogDet, residual_log_det
-from lipformer.flows._log_det_causal import supports_causal
+from lipformer.flows.act_norm import ActNorm
 from lipformer.flows.adapters import (
     to_freia,
     to_nflows,
@@ -22,6 +15,13 @@ from lipformer.flows.adapters import (
     to_torch_transform,
     to_zuko,
 )
+from lipformer.flows.attention_flow import AttentionFlow
+from lipformer.flows.invertible_residual import InvertibleResidual
+from lipformer.flows.linear import InvertibleLinear, Permutation
+from lipformer.flows.log_det.exact import supports_causal
+from lipformer.flows.log_det.methods import LogDet, residual_log_det
+from lipformer.flows.solve.conditioning import estimate_inverse_gain
+from lipformer.flows.solve.fixed_point import NotConverged, Record, solve_fixed_point
 
 __all__ = [
     "ActNorm",

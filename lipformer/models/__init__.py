@@ -5,7 +5,7 @@ A builder for each variant gives a :class:`LanguageModel`: ``lf.models.lipschitz
 the rest. See docs/models.md. :class:`VisionTransformer` classifies images with a certified radius.
 """
 
-from lipformer.models._builders import (
+from lipformer.models.builders import (
     VARIANTS,
     contractive,
     dot_product,
@@ -14,12 +14,12 @@ from lipformer.models._builders import (
     l2_untied,
     lipschitz,
 )
-from lipformer.models._causal_attention import DotProductAttention, UntiedL2Attention
-from lipformer.models._config import LanguageModelConfig
-from lipformer.models._language_model import LanguageModel
-from lipformer.models._self_attention import DotProductSelfAttention
-from lipformer.models._vision_config import VisionTransformerConfig
-from lipformer.models._vision_transformer import VisionTransformer
+from lipformer.models.causal_attention import DotProductAttention, UntiedL2Attention
+from lipformer.models.config import LanguageModelConfig
+from lipformer.models.language_model import LanguageModel
+from lipformer.models.self_attention import DotProductSelfAttention
+from lipformer.models.vision_config import VisionTransformerConfig
+from lipformer.models.vision_transformer import VisionTransformer
 
 __all__ = [
     "VARIANTS",

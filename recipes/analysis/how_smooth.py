@@ -35,7 +35,7 @@ from rich.progress import track
 from torch import Tensor
 
 from lipformer.analysis import GainRow, GainTable, adversarial_tokens, layer_gains, probe_attention
-from lipformer.certificate import estimate_lipschitz
+from lipformer.estimates import estimate_lipschitz
 from recipes.analysis.help import Help, claim_directory, positive
 from training.corpus import embedded_text
 from training.errors import first_line

@@ -18,7 +18,7 @@ from lipformer.analysis import (
     mean_field_bound,
     measure_gain,
 )
-from lipformer.analysis._ball import combine_heads
+from lipformer.analysis.bounds.ball import combine_heads
 from tests.analysis.jacobians import ascend, gains, in_ball, normal, one_head, random_groups, random_maps
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import lipformer as lf
 from lipformer.analysis import AttentionProbe, GainRow, GainTable, layer_gains, probe_attention
-from lipformer.certificate._jacobian_products import Linearization
+from lipformer.estimates.jacobian_products import Linearization
 from tests.analysis.models import VOCABULARY, Nested, hugging_face, spread
 from tests.memory import NEEDS_PROC, memory_of
 

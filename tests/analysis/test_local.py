@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lipformer.analysis import AttentionMaps, attention_maps, jasmin_loss, local_bound
-from lipformer.analysis import _local as local
+from lipformer.analysis.bounds import local
 from tests.analysis.jacobians import ascend, gains, normal, one_head, random_groups, random_maps
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lipformer.analysis import AttentionMaps, lofast_bound
-from lipformer.analysis import _lofast_terms as terms
+from lipformer.analysis.robustness import lofast_terms as terms
 from recipes.analysis.lofast import attack, random_maps, random_tokens
 
 F64 = torch.float64

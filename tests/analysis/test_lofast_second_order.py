@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.func import jacrev, jvp
 
-from lipformer.analysis import _lofast, lofast_bound
-from lipformer.analysis import _lofast_terms as terms
+from lipformer.analysis import lofast_bound
+from lipformer.analysis.robustness import lofast as _lofast
+from lipformer.analysis.robustness import lofast_terms as terms
 from recipes.analysis.lofast import attack
 from tests.analysis.test_lofast import F64, random_layer, random_mask
 

@@ -16,10 +16,10 @@ from lipformer.analysis import (
     measure_attention,
     measure_gain,
     measure_gain_estimate,
+    measures,
     split_attack,
     split_gain,
 )
-from lipformer.analysis import _measures as measures
 from tests.analysis.jacobians import gains, normal, one_head, random_maps
 
 Attention = AttentionMaps | nn.Module

@@ -13,7 +13,7 @@ from lipformer.analysis import (
     perturbation_bound,
     register_perturbation,
 )
-from lipformer.analysis import _perturbation as perturbation
+from lipformer.analysis.robustness import perturbation
 from recipes.analysis.lofast import attack, random_maps
 
 F64 = torch.float64

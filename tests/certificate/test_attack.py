@@ -13,11 +13,10 @@ import torch
 from scipy.special import lambertw  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
-from lipformer.certificate._attack import attack_lipschitz
-from lipformer.certificate._dual_steps import NORMS
-from lipformer.certificate._estimate import estimate_lipschitz
-from lipformer.certificate._independent_calls import independent_calls
-from lipformer.certificate._steepest_segment import steepest_point
+from lipformer.estimates.attack import attack_lipschitz, steepest_point
+from lipformer.estimates.dual_steps import NORMS
+from lipformer.estimates.estimate import estimate_lipschitz
+from lipformer.estimates.jacobian_products import independent_calls
 from tests.oracles import (
     dense_jacobian,
     free_values_attention,

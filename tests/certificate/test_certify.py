@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import lipformer as lf
-from lipformer.certificate import _registry
+from lipformer.certificate import bounds as _registry
 from lipformer.functional import l2_gain
 
 D, H, N = 8, 2, 6
@@ -221,7 +221,7 @@ def test_certifying_changes_nothing() -> None:
 
 def test_register_bound() -> None:
     @lf.register_bound(Doubling)
-    def rule(module: Doubling, ask: lf.Ask) -> float:
+    def rule(module: Doubling, ask: lf.certificate.Ask) -> float:
         ask.only("l2", "token")
         return 2.0
 
@@ -242,9 +242,9 @@ def test_register_bound_with_parts() -> None:
             return self.left(x) + self.right(x)
 
     @lf.register_bound(Pair)
-    def rule(module: Pair, ask: lf.Ask) -> lf.Bound:
+    def rule(module: Pair, ask: lf.certificate.Ask) -> lf.certificate.Bound:
         parts = (ask.child(module.left, "left"), ask.child(module.right, "right"))
-        return lf.Bound(parts[0].value + parts[1].value, "a sum", parts)
+        return lf.certificate.Bound(parts[0].value + parts[1].value, "a sum", parts)
 
     certificate = lf.certify(nn.Sequential(Pair()))
     (pair,) = certificate.parts

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lipformer.certificate._dual_steps import NORMS
-from lipformer.certificate._estimate import estimate_lipschitz
+from lipformer.estimates.dual_steps import NORMS
+from lipformer.estimates.estimate import estimate_lipschitz
 from tests.oracles import dense_jacobian, gains, l2_attention_oracle
 
 ABOVE = 1e-9  # relative: how far an estimate may pass the dense value by rounding

@@ -135,7 +135,7 @@ def test_a_rule_that_depends_on_the_length() -> None:
             return x.sum(-2, keepdim=True).expand_as(x)
 
     @lf.register_bound(Mean)
-    def _(module: Mean, ask: lf.Ask) -> float:
+    def _(module: Mean, ask: lf.certificate.Ask) -> float:
         if ask.seq_len is None:
             raise ask.refuse("it sums over tokens", "seq_len")
         return float(ask.seq_len)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lipformer as lf
-from lipformer.layers._branch import call_branch
+from lipformer.layers.branch import call_branch
 from tests.oracles import dense_jacobian
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import lipformer as lf
 from lipformer.flows import NotConverged
-from lipformer.flows._causal_inverse import solve_causal
+from lipformer.flows.solve.causal import solve_causal
 from tests.layers.battery import error, scrambled
 
 F64 = torch.float64

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lipformer.flows import NotConverged, Record, solve_fixed_point
-from lipformer.flows._norms import DUAL_MEASURES, MEASURES, l2_size
+from lipformer.flows.solve.norms import DUAL_MEASURES, MEASURES, l2_size
 
 F64 = torch.float64
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import lipformer as lf
 from lipformer.flows import ActNorm, InvertibleLinear, Permutation
-from lipformer.flows._linear import TokenWise
+from lipformer.flows.linear import TokenWise
 from tests.layers.battery import CertifiedLayer, WithoutParameters, scrambled
 from tests.oracles import dense_jacobian
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import lipformer as lf
-from lipformer.flows import _own_attention, residual_log_det, supports_causal
-from lipformer.flows._own_attention import own_rows
+from lipformer.flows import residual_log_det, supports_causal
+from lipformer.layers.attention import own_token as _own_attention
+from lipformer.layers.attention.own_token import own_rows
 from tests.flows.log_det_oracles import (
     attention,
     gradients,

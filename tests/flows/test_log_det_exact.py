@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import lipformer as lf
-from lipformer.flows import _log_det_exact, residual_log_det
+from lipformer.flows import residual_log_det
+from lipformer.flows.log_det import exact as _log_det_exact
 from tests.flows.log_det_oracles import (
     attention,
     gradients,
@@ -212,14 +213,14 @@ def test_weights_are_derived_once(monkeypatch: pytest.MonkeyPatch) -> None:
         lf.Contractive(attention(causal=True, proj_coeff=1.0), 0.5, seq_len=4),
         torch.randn(2, 4, 4),
     )
-    calls: list[lf.SpectralBound] = []
-    original = lf.SpectralBound.factor
+    calls: list[lf.layers.SpectralBound] = []
+    original = lf.layers.SpectralBound.factor
 
-    def counted(self: lf.SpectralBound, bound: Tensor, weight: Tensor) -> Tensor:
+    def counted(self: lf.layers.SpectralBound, bound: Tensor, weight: Tensor) -> Tensor:
         calls.append(self)
         return original(self, bound, weight)
 
-    monkeypatch.setattr(lf.SpectralBound, "factor", counted)
+    monkeypatch.setattr(lf.layers.SpectralBound, "factor", counted)
     for method in METHODS:
         calls.clear()
         residual_log_det(branch, x, method=method, rate=0.5)

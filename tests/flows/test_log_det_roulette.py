@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 import lipformer as lf
-from lipformer.flows import _log_det, _log_det_series, residual_log_det
-from lipformer.flows._pullback import pull
-from lipformer.flows._roulette import (
+from lipformer.flows import residual_log_det
+from lipformer.flows.log_det import methods as _log_det
+from lipformer.flows.log_det import series as _log_det_series
+from lipformer.flows.log_det.pullback import pull
+from lipformer.flows.log_det.series import (
     EXACT_TERMS,
     continuation,
     draw_counts,

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import lipformer as lf
-from lipformer.certificate._jacobian_products import differentiable_kernels
+from lipformer.estimates.jacobian_products import differentiable_kernels
 from lipformer.flows import LogDet, residual_log_det
-from lipformer.flows._log_det_series import (
+from lipformer.flows.log_det.pullback import masked_branch, pull
+from lipformer.flows.log_det.series import (
     all_terms,
     default_terms,
     signs,
@@ -19,7 +20,6 @@ from lipformer.flows._log_det_series import (
     truncation_error,
     weighted_series,
 )
-from lipformer.flows._pullback import masked_branch, pull
 from tests.flows.log_det_oracles import (
     all_signs,
     attention,
@@ -257,7 +257,7 @@ class TestOwnTokenRate:
                 return -0.5 * x + 3.0 * torch.tanh(earlier)
 
         @lf.register_bound(Drift)
-        def _(module: Drift, ask: lf.Ask) -> float:
+        def _(module: Drift, ask: lf.certificate.Ask) -> float:
             return 0.5
 
         x = 0.1 * torch.randn(1, 8, 2).expand(400, 8, 2).to(dtype)

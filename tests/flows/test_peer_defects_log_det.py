@@ -14,11 +14,10 @@ import torch
 from torch import Tensor, nn
 
 import lipformer as lf
-from lipformer.certificate._jacobian_products import differentiable_kernels
+from lipformer.estimates.jacobian_products import differentiable_kernels
 from lipformer.flows import residual_log_det
-from lipformer.flows._log_det_series import Terms, signs, weighted_series
-from lipformer.flows._pullback import masked_branch
-from lipformer.flows._roulette import continuation
+from lipformer.flows.log_det.pullback import masked_branch
+from lipformer.flows.log_det.series import Terms, continuation, signs, weighted_series
 from tests.flows.log_det_oracles import attention, log_det_oracle, smooth_feed_forward
 from tests.oracles import dense_jacobian
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 from scipy.special import lambertw
 
-from lipformer.functional._gain import _scalar_theorems, l2_gain
-from lipformer.functional._gain_column import best_block_sum, block_sum
-from lipformer.functional._gain_l2 import _sum_of_lambert, _sum_of_sigmoids
-from lipformer.functional._gain_maxima import max_of_concave, max_of_terms
-from lipformer.functional._gain_pointwise import alibi_column, pointwise
-from lipformer.functional._gain_row import log_mass, row_spread
+from lipformer.functional.gain.closed_form import _sum_of_lambert, _sum_of_sigmoids
+from lipformer.functional.gain.maxima import max_of_concave, max_of_terms
+from lipformer.functional.gain.minimum import _scalar_theorems, l2_gain
+from lipformer.functional.gain.pointwise import alibi_column, pointwise
+from lipformer.functional.gain.rows import log_mass, row_spread
+from lipformer.functional.gain.weighted import best_block_sum, block_sum
 
 # docs/theory, section 2: n, E, A, A+, B, B+, D, published. The page's last digit is not always
 # rounded the same way (51.03 stands for 51.017, 9.06 for 9.071), hence two units of tolerance.

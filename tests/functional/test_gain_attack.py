@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from lipformer.functional import _gain_column
-from lipformer.functional._gain import l2_gain
-from lipformer.functional._gain_pointwise import alibi_column, pointwise
-from lipformer.functional._gain_row import log_mass
-from lipformer.functional._lambertw import lambert_w0
+from lipformer.functional.gain import columns as _gain_column
+from lipformer.functional.gain.lambertw import lambert_w0
+from lipformer.functional.gain.minimum import l2_gain
+from lipformer.functional.gain.pointwise import alibi_column, pointwise
+from lipformer.functional.gain.rows import log_mass
 from tests.oracles import dense_jacobian, gains, l2_attention_oracle
 
 SHAPES = [(1, 1), (2, 1), (2, 2), (3, 1), (3, 3), (4, 2), (6, 2), (9, 1), (12, 4), (16, 2), (24, 2)]

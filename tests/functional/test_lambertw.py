@@ -9,7 +9,7 @@ import pytest
 import torch
 from scipy.special import lambertw, wrightomega
 
-from lipformer.functional._lambertw import lambert_w0, wright_omega, wright_omega_tensor
+from lipformer.functional.gain.lambertw import lambert_w0, wright_omega, wright_omega_tensor
 
 ULPS = 8 * 2.0**-52
 

@@ -14,9 +14,14 @@ import torch
 from scipy.linalg import hadamard, hilbert
 from torch import Tensor
 
-import lipformer.functional._spectral as spectral
+import lipformer.functional.spectral.bound as spectral
 from lipformer.functional import spectral_norm_bound
-from lipformer.functional._lanczos import gram_matrix, lanczos_steps, start_vector, top_eigenvector
+from lipformer.functional.spectral.top_vector import (
+    gram_matrix,
+    lanczos_steps,
+    start_vector,
+    top_eigenvector,
+)
 
 METHODS = ["cholesky", "gram", "svd"]
 F64 = torch.float64

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import lipformer as lf
 from lipformer import analysis, functional
-from lipformer.analysis._local import METHODS
-from lipformer.functional import _spectral
+from lipformer.analysis.bounds.local import METHODS
+from lipformer.functional.spectral import bound as _spectral
 from tests.gpu.case import DRAWN, Case, by_name, new, padding, tokens
 from tests.gpu.cases_flows import seeded
 

@@ -154,9 +154,9 @@ LAYERS = by_name(
         *NORMS,
         *(Case(spec) for spec in PLAIN),
         Case(new(lf.FeedForward, 8, 16, dropout=0.2), compared=DRAWN),
-        Case(new(lf.SpectralBound, 0.5, mode="normalize"), (weight,)),
+        Case(new(lf.layers.SpectralBound, 0.5, mode="normalize"), (weight,)),
         Case(
-            new(lf.SpectralBound, measure=lf.functional.spectral_norm_bound),
+            new(lf.layers.SpectralBound, measure=lf.functional.spectral_norm_bound),
             (weight,),
             says="cap",
         ),

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import lipformer as lf
-from lipformer.functional import _checks
-from lipformer.layers import _attention_masks
+from lipformer.functional.attention import checks as _checks
+from lipformer.layers.attention import masks as _attention_masks
 from tests.layers.battery import error
 
 B, N, D, H = 2, 6, 8, 2

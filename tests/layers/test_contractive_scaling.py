@@ -12,7 +12,8 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lipformer as lf
-from lipformer.functional import _spectral, l2_gain, spectral_norm_bound
+from lipformer.functional import l2_gain, spectral_norm_bound
+from lipformer.functional.spectral import bound as _spectral
 from tests.layers.battery import error, scrambled
 
 D, H, N = 8, 2, 5
@@ -189,7 +190,7 @@ def test_a_scalar_parameter() -> None:
             return self.gain * x
 
     @lf.register_bound(Gain)
-    def _(module: Gain, ask: lf.Ask) -> Tensor:
+    def _(module: Gain, ask: lf.certificate.Ask) -> Tensor:
         return module.gain.abs()
 
     x = torch.randn(2, 4)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import lipformer as lf
-from lipformer.layers._convert import tied_projection, value_map
+from lipformer.layers.convert import tied_projection, value_map
 
 B, N, D, H = 2, 7, 12, 3
 pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning")

@@ -118,7 +118,7 @@ def test_tokens_first() -> None:
 def test_the_cache_holds_keys_only() -> None:
     layer = made("lean", torch.float32)
     _, cache = layer.step(torch.randn(B, 5, D))
-    assert isinstance(cache, lf.KeyCache)
+    assert isinstance(cache, lf.layers.KeyCache)
     assert cache.keys.shape == (B, H, 5, D // H)
     assert cache.padding is None
     _, cache = layer.step(torch.randn(B, 1, D), cache)

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lipformer as lf
-from lipformer.functional import _spectral, spectral_norm_bound
-from lipformer.layers._constants import Constants
-from lipformer.layers._frozen import Freezable
-from lipformer.layers._one_pass import OnePass
+from lipformer.functional import spectral_norm_bound
+from lipformer.functional.spectral import bound as _spectral
+from lipformer.layers.constants import Constants
+from lipformer.layers.freezing import Freezable
+from lipformer.layers.one_pass import OnePass
 
 VARIANTS = ("contractive", "lipschitz", "invertible")
 
@@ -156,7 +157,7 @@ def test_contractive_follows_a_layer_that_is_put_in_later() -> None:
 
 
 def test_one_parametrization_of_two_weights_keeps_them_apart() -> None:
-    bound = lf.SpectralBound(1.0, "normalize")
+    bound = lf.layers.SpectralBound(1.0, "normalize")
     layers = [nn.Linear(8, 8, bias=False).double() for _ in range(2)]
     for layer in layers:
         nn.utils.parametrize.register_parametrization(layer, "weight", bound)
@@ -182,7 +183,7 @@ class Twice(nn.Module):
 
 
 @lf.register_bound(Twice)
-def _(module: Twice, ask: lf.Ask) -> float | Tensor:
+def _(module: Twice, ask: lf.certificate.Ask) -> float | Tensor:
     first, second = (ask.child(part, "some part").value for part in module.parts)
     return first * second
 
@@ -200,7 +201,7 @@ class Fast(nn.Module):
 
 
 @lf.register_bound(Fast)
-def _(module: Fast, ask: lf.Ask) -> lf.Bound:
+def _(module: Fast, ask: lf.certificate.Ask) -> lf.certificate.Bound:
     return ask.child(module.inner, "inner")
 
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import lipformer as lf
 from lipformer.layers import step_module
-from lipformer.layers._branch import call_branch
-from lipformer.layers._step import select_cache
+from lipformer.layers.branch import call_branch
+from lipformer.layers.decoding import select_cache
 from tests.layers.battery import error, scrambled
 
 B, N, D = 3, 9, 8

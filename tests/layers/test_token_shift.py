@@ -139,7 +139,7 @@ class Before(nn.Module):
 
 
 @lf.register_bound(Before)
-def _(module: Before, ask: lf.Ask) -> float:
+def _(module: Before, ask: lf.certificate.Ask) -> float:
     return 0.0 if ask.norm == "self" else 1.0
 
 

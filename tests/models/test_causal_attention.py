@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import lipformer as lf
-from lipformer.layers._positions import rotary_angles, rotate
+from lipformer.layers.attention.positions import rotary_angles, rotate
 from lipformer.models import DotProductAttention, UntiedL2Attention
-from lipformer.models._causal_attention import CausalAttention, alibi_slopes
+from lipformer.models.causal_attention import CausalAttention, alibi_slopes
 
 B, N, D, H = 2, 9, 12, 3
 KINDS = {"dot": DotProductAttention, "l2": UntiedL2Attention}

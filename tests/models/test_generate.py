@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lipformer.layers import step_module
-from lipformer.models._generate import draw
+from lipformer.models.language_model import draw
 from tests.models.variants import CASES, build, fit, tokens
 
 V = 11

@@ -12,8 +12,7 @@ import safetensors.torch
 import torch
 
 import lipformer as lf
-from lipformer.models import LanguageModel
-from lipformer.models import _pretrained as pretrained
+from lipformer.models import LanguageModel, pretrained
 from tests.models.variants import CASES, VOCABULARY, build, fit, tokens
 
 

@@ -20,7 +20,7 @@ from lipformer.models import (
     VisionTransformer,
     VisionTransformerConfig,
 )
-from lipformer.models._vision_parts import Patches, PixelNorm, Positions, TokenMean
+from lipformer.models.vision_transformer import Patches, PixelNorm, Positions, TokenMean
 from tests.layers.battery import CertifiedLayer, dense_jacobians, error
 
 SMALL: dict[str, Any] = {"dim": 8, "num_heads": 2, "num_layers": 1, "hidden": 8}

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lipformer.functional._spectral import spectral_norm_bounds as bounds
-from lipformer.layers import _one_pass
+from lipformer.functional.spectral.bound import spectral_norm_bounds as bounds
+from lipformer.layers import one_pass as _one_pass
 from lipformer.models import VARIANTS, LanguageModel
 from training.sharding import shard, whole_model
 

@@ -1,0 +1,1 @@
+"""Bounds of dot-product attention on a ball, in the mean field and at one input."""

@@ -1,0 +1,330 @@
+r"""Attention on measures: weighted clouds of tokens, their W2 gain, and what splitting mass adds.
+
+A cloud :math:`\mu = \sum_i a_i \delta_{x_i}` is sent to :math:`\sum_i a_i \delta_{T_\mu(x_i)}` with
+weights :math:`P_{ij} \propto a_j e^{S_{ij}}`: doubling a token and halving its weight changes nothing.
+Source: Castin, Ablin, Peyré (How Smooth Is Attention?, first version, 2023), for dot-product attention.
+What follows here holds for every such map whose logits depend on pairs of tokens, L2 attention included.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from lipformer.analysis.inputs import check_order, check_tokens
+from lipformer.analysis.maps import Attention, attention_maps
+from lipformer.estimates import Estimate, estimate_lipschitz
+from lipformer.layers import L2MultiheadAttention
+
+_DENSE = 4096
+"""Largest N max(D, E) for which the Jacobian is made."""
+
+_LEAST_LOG = math.log(1e-300)
+"""Least logarithm of a weight over the largest: gains divide by the roots of weights."""
+
+_LEAST_MOVE = 1e-8
+"""Least W2 distance of the clouds of an attack, of the longest token: its square is the rounding."""
+
+Field = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""T_mu at queries (*, M, D), for tokens (*, N, D) with log weights (*, N): (*, M, E)."""
+
+
+def measure_attention(attn: Attention, x: Tensor, weights: Tensor) -> Tensor:
+    r"""Attention on a weighted cloud of tokens; equal weights give the layer itself.
+
+    .. math:: T_\mu(x_i) = c + \sum_h \sum_j P^h_{ij}\, x_j W_h, \qquad
+              P^h_{ij} = \frac{a_j \exp S^h_{ij}}{\sum_k a_k \exp S^h_{ik}}
+
+    Args:
+        attn: what `attention_maps` knows, or `L2MultiheadAttention` of either form, whose logits
+            are :math:`S_{ij} = -t\|y_i - y_j\|^2`. Not causal and without positions, as a measure has no
+            order.
+        x: tokens (*, N, D).
+        weights: a, (*, N), positive; only their ratios matter.
+
+    Returns:
+        The tokens (*, N, E) of the image, whose weights are a, in x's dtype. Dropout is off.
+    """
+    logs = _log_weights(attn, x, weights)
+    return _field(attn, x.dtype, x.shape[-1])(x, x, logs.to(x.dtype))
+
+
+@torch.no_grad()
+def measure_gain(attn: Attention, x: Tensor, weights: Tensor) -> Tensor:
+    r"""Local gain of `measure_attention` in the Wasserstein distance W2, no mass being split.
+
+    .. math:: \big\|D_a^{1/2} J D_a^{-1/2}\big\|
+
+    J the Jacobian: small moves e of the tokens are :math:`(\sum_i a_i \|e_i\|^2)^{1/2}` away in W2.
+    Exact, from the whole Jacobian in float64; larger clouds: `measure_gain_estimate`.
+
+    Args:
+        attn: as in `measure_attention`.
+        x: tokens (*, N, D), N max(D, E) <= 4096.
+        weights: (*, N).
+
+    Returns:
+        (*,), float64.
+
+    Example:
+        >>> from lipformer.analysis import AttentionMaps
+        >>> maps = AttentionMaps(-torch.eye(1)[None], torch.eye(1)[None])
+        >>> x, weights = torch.tensor([[2.0], [-2.0], [0.0]]), torch.ones(3)
+        >>> [round(gain(maps, x, weights).item(), 3) for gain in (measure_gain, split_gain)]
+        [2.398, 2.667]
+    """
+    field, x, a = _wide(attn, x, weights)
+
+    def image(tokens: Tensor, weight: Tensor) -> Tensor:
+        return field(tokens, tokens, weight.log())
+
+    batch, (n, d) = x.shape[:-2], x.shape[-2:]
+    tokens, flat = x.reshape(-1, n, d), a.reshape(-1, n)
+    _check_size(n, max(d, image(tokens[:1], flat[:1]).shape[-1]))
+    jacobian = torch.func.vmap(torch.func.jacrev(image))(tokens, flat)
+    size = flat.sqrt()
+    scaled = jacobian * size[:, :, None, None, None] / size[:, None, None, :, None]
+    return torch.linalg.matrix_norm(scaled.flatten(3).flatten(1, 2), ord=2).reshape(batch)
+
+
+def measure_gain_estimate(
+    attn: Attention,
+    x: Tensor,
+    weights: Tensor,
+    *,
+    tol: float = 1e-6,
+    generator: torch.Generator | None = None,
+) -> Estimate:
+    """`measure_gain` of one cloud from below, by Lanczos: no Jacobian is made.
+
+    Args:
+        attn: as in `measure_attention`.
+        x: tokens (N, D).
+        weights: (N,).
+        tol: relative tolerance.
+        generator: source of the starting directions.
+
+    Returns:
+        An `Estimate`; its direction is that of the tokens, times the roots of the weights.
+    """
+    field, x, a = _wide(attn, x, weights)
+    if x.ndim != 2:
+        raise ValueError(f"x must be one cloud (N, D), got {tuple(x.shape)}")
+    size, log_weights = a.sqrt()[:, None], a.log()
+
+    def image(scaled: Tensor) -> Tensor:
+        tokens = scaled / size
+        return size * field(tokens, tokens, log_weights)
+
+    return estimate_lipschitz(image, x * size, tol=tol, generator=generator)
+
+
+@torch.no_grad()
+def split_gain(attn: Attention, x: Tensor, weights: Tensor) -> Tensor:
+    r"""Local W2 gain of `measure_attention` where mass at a token may split and move apart.
+
+    .. math:: \max\big(\|D_a^{1/2} J D_a^{-1/2}\|,\ \max_i \|G_i\|\big), \qquad G_i = \nabla T_\mu(x_i)
+
+    G is the derivative in the query alone, the measure being fixed. Proof: copies of token i with
+    weights :math:`a_{ik}` move by :math:`\bar e_i + d_{ik}`, :math:`\sum_k a_{ik} d_{ik} = 0`. The
+    measure, to first order, sees the means alone, so that copy k's image moves by
+    :math:`(J\bar e)_i + d_{ik} G_i`, and in input and output the squared lengths of the two parts add
+    up. Two copies :math:`x_i \pm t e` reach :math:`\|G_i\|` (`split_attack`). For dot-product attention
+    :math:`G_i = \sum_h A_h C^h_i W_h` with the covariance :math:`C^h_i` of tokens under :math:`P^h_i`
+    (for one head Castin, Ablin, Peyré's :math:`\|V C_i A\|`); for L2 attention with keys
+    :math:`y = x W_h` and outputs :math:`M_h` it is :math:`\sum_h 2 t_h W_h C^h_i M_h`, C of the keys.
+    Exact if the images of distinct tokens are distinct, else an upper bound (mass may swap).
+
+    Args:
+        attn: as in `measure_attention`.
+        x: tokens (*, N, D), N max(D, E) <= 4096.
+        weights: (*, N).
+
+    Returns:
+        (*,), float64.
+    """
+    queries = torch.linalg.matrix_norm(_query_jacobians(attn, x, weights), ord=2).amax(-1)
+    return torch.maximum(measure_gain(attn, x, weights), queries)
+
+
+@dataclass(frozen=True, eq=False)
+class SplitAttack:
+    """Half of a token's mass moved by t e, the other half by -t e.
+
+    Attributes:
+        token: which one. direction: e (D,), of length one. step: t. gain: ||G_i||, the ratio for t to 0.
+        ratio: W2 of the images over W2 of the clouds that was reached at t: the distance of the clouds
+            is at most t sqrt(a_i), and that of the images at least the root of the mean squared
+            distance of the moved image's points from the nearest point of the first image.
+    """
+
+    token: int
+    direction: Tensor
+    step: float
+    gain: float
+    ratio: float
+
+
+@torch.no_grad()
+def split_attack(
+    attn: Attention,
+    x: Tensor,
+    weights: Tensor,
+    *,
+    step: float = 1e-3,
+) -> SplitAttack:
+    """Splits the token with the largest :math:`||G_i||` in two and measures what W2 does.
+
+    Args:
+        attn: as in `measure_attention`.
+        x: tokens (N, D).
+        weights: (N,).
+        step: t, how far each half moves; :math:`t\\sqrt{a_i}` (weights summing to one) must be at least
+            1e-8 of the longest token, as the ratio would be made of rounding errors below.
+
+    Returns:
+        A `SplitAttack`; its ratio is a lower bound of the W2 Lipschitz constant on any set that holds
+        both clouds, up to rounding errors of some 1e-15 of the tokens over :math:`t\\sqrt{a_i}`.
+    """
+    if isinstance(step, bool) or not isinstance(step, (int, float)) or not 0 < step < math.inf:
+        raise ValueError(f"step must be positive and finite, got {step!r}")
+    field, wide, a = _wide(attn, x, weights)
+    if wide.ndim != 2:
+        raise ValueError(f"x must be one cloud (N, D), got {tuple(x.shape)}")
+    jacobians = _query_jacobians(attn, x, weights)  # (N, E, D): acts on columns
+    norms = torch.linalg.matrix_norm(jacobians, ord=2)
+    token = int(norms.argmax())
+    least = _LEAST_MOVE * float(wide.norm(dim=-1).max() / a[token].sqrt())
+    if step < least:
+        raise ValueError(
+            f"step must be at least {least:.1e} for token {token}, 1e-8 of the longest token over the "
+            f"root of its weight, else rounding decides; got {step!r}"
+        )
+    direction = torch.linalg.svd(jacobians[token]).Vh[0]
+    moved = torch.cat([wide, wide[token, None] - step * direction])
+    moved[token] += step * direction
+    halved = torch.cat([a, a[token, None] / 2])
+    halved[token] /= 2
+    before = field(wide, wide, a.log())
+    after = field(moved, moved, halved.log())
+    nearest = (after[:, None] - before).square().sum(-1).amin(1)
+    ratio = ((halved * nearest).sum() / a[token]).sqrt() / step
+    if not bool(ratio.isfinite()):
+        raise ValueError(f"step must be small enough for images to be finite, got {step!r}")
+    return SplitAttack(token, direction, float(step), float(norms[token]), float(ratio))
+
+
+@torch.no_grad()
+def _query_jacobians(attn: Attention, x: Tensor, weights: Tensor) -> Tensor:
+    """The transposed G_i, (*, N, E, D), float64."""
+    field, x, a = _wide(attn, x, weights)
+    n, d = x.shape[-2:]
+
+    def at(query: Tensor, tokens: Tensor, weight: Tensor) -> Tensor:
+        return field(query[None], tokens, weight.log())[0]
+
+    per_token = torch.func.vmap(torch.func.jacrev(at), in_dims=(0, None, None))
+    tokens = x.reshape(-1, n, d)
+    found = torch.func.vmap(per_token)(tokens, tokens, a.reshape(-1, n))
+    return found.reshape(*x.shape[:-1], *found.shape[-2:])
+
+
+def _field(attn: Attention, dtype: torch.dtype, width: int) -> Field:
+    """T_mu with weights converted to dtype, for tokens of a width."""
+    if isinstance(attn, L2MultiheadAttention):
+        _check_width(width, attn.q_proj.weight.shape[1])
+        return _l2_field(attn, dtype)
+    maps = attention_maps(attn)
+    if maps.causal:
+        raise ValueError(
+            "a measure has no order, so that attention on it is not causal; got causal maps"
+        )
+    _check_width(width, maps.logits.shape[-1])
+    logits, values = maps.logits.to(dtype), maps.values.to(dtype)
+    offset = None if maps.offset is None else maps.offset.to(dtype)
+    constant = None if maps.constant is None else maps.constant.to(dtype)
+
+    def field(query: Tensor, x: Tensor, log_weights: Tensor) -> Tensor:
+        rows = query[..., None, :, :] @ logits
+        rows = rows if offset is None else rows + offset[:, None]
+        scores = rows @ x[..., None, :, :].mT + log_weights[..., None, None, :]
+        out = (scores.softmax(-1) @ (x[..., None, :, :] @ values)).sum(-3)
+        return out if constant is None else out + constant
+
+    return field
+
+
+def _l2_field(layer: L2MultiheadAttention, dtype: torch.dtype) -> Field:
+    if layer.causal or layer.positions is not None:
+        raise ValueError(
+            "a measure has no order, so that attention on it has neither mask nor positions; got "
+            f"causal={layer.causal}, positions={layer.positions!r}"
+        )
+    heads = rearrange(layer.q_proj.weight, "(h d) i -> h i d", h=layer.num_heads).to(dtype)
+    outputs, bias = layer.output_matrix().to(dtype), layer.out_proj.bias
+    temperature = layer.temperature
+    if isinstance(temperature, Tensor):
+        temperature = temperature.to(dtype)
+
+    def field(query: Tensor, x: Tensor, log_weights: Tensor) -> Tensor:
+        # Distances are those of differences, so a common reference point keeps the squares small.
+        centre = x.mean(-2, keepdim=True).detach()
+        y, z = ((tokens - centre)[..., None, :, :] @ heads for tokens in (x, query))
+        scores = temperature * (2 * z @ y.mT - y.square().sum(-1)[..., None, :])
+        weights = (scores + log_weights[..., None, None, :]).softmax(-1)
+        out = (weights @ (x[..., None, :, :] @ heads @ outputs)).sum(-3)
+        return out if bias is None else out + bias.to(dtype)
+
+    return field
+
+
+def _wide(attn: Attention, x: Tensor, weights: Tensor) -> tuple[Field, Tensor, Tensor]:
+    """The field, tokens and weights (summing to one) in float64, without gradient."""
+    with torch.no_grad():
+        a = _log_weights(attn, x, weights).softmax(-1)
+        field = _field(attn, torch.float64, x.shape[-1])
+    return field, x.detach().double(), a
+
+
+def _log_weights(attn: Attention, x: Tensor, weights: Tensor) -> Tensor:
+    """The logarithms (*, N) of the weights over the largest, in float64; ValueError for a bad cloud.
+
+    Only ratios matter, so that they are taken before any conversion to the dtype of x.
+    """
+    check_tokens(x)
+    check_order(attn, x)
+    if not isinstance(weights, Tensor):
+        raise ValueError(f"weights must be a tensor (*, N), got {type(weights).__name__}")
+    shape = tuple(x.shape[:-1])
+    if weights.ndim < 1 or weights.shape != shape[len(shape) - weights.ndim :]:
+        raise ValueError(f"weights must be (*, N) = {shape} or (N,), got {tuple(weights.shape)}")
+    given = weights.double()
+    bad = ~((given > 0) & given.isfinite())
+    if bool(bad.any()):
+        raise ValueError(f"weights must be positive and finite, got {float(given[bad][0])}")
+    logs = given.log()
+    logs = logs - logs.amax(-1, keepdim=True)
+    if float(logs.detach().min()) < _LEAST_LOG:
+        raise ValueError(
+            "weights must be at least 1e-300 of the largest, got a least one of "
+            f"{float(given.min())} and a largest one of {float(given.max())}"
+        )
+    return logs.expand(shape)
+
+
+def _check_width(given: int, width: int) -> None:
+    if given != width:
+        raise ValueError(f"x must be tokens (*, N, {width}), got width {given}")
+
+
+def _check_size(n: int, width: int) -> None:
+    if n * width > _DENSE:
+        raise ValueError(
+            f"the Jacobian of {n} tokens of width {width} is too large: N max(D, E) must be at most "
+            f"{_DENSE} to be exact; measure_gain_estimate needs no Jacobian"
+        )

@@ -1,0 +1,1 @@
+"""The attention layers of a whole model, with the tokens that enter them."""

@@ -1,0 +1,1 @@
+"""How far the output of a network can move: LoFAST through modules, certified radii."""

@@ -1,0 +1,265 @@
+"""How far the output of a network can move when its input moves: LoFAST's bound through modules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from lipformer.analysis.inputs import check_samples, radii
+from lipformer.analysis.maps import HasAttentionMaps, attention_maps
+from lipformer.analysis.robustness.lofast import Modulus, in_double, lofast_modulus
+from lipformer.analysis.robustness.lofast_terms import EXACT
+from lipformer.certificate import Ask, NotCertifiable, certify
+from lipformer.certificate.bounds import ROUND_UP, refuse_hooks
+from lipformer.layers import BallProjection, ConvexResidual, Residual
+from lipformer.layers.branch import call_branch
+from lipformer.layers.residual import same_shape
+
+Rule = Callable[[nn.Module, Tensor], "tuple[Tensor, Modulus]"]
+_R = TypeVar("_R", bound=Callable[..., "tuple[Tensor, Modulus]"])
+_rules: dict[type[nn.Module], Rule] = {}
+
+
+def register_perturbation(module_class: type[nn.Module]) -> Callable[[_R], _R]:
+    """Decorator: teaches :func:`perturbation_bound` a module class.
+
+    The rule gets the module and x (B, *) in float64 and returns the output and its modulus at x: a
+    function that takes bounds of the perturbation of each sample of x, (B,) in float64, to bounds of
+    that of the output, and grows with them. It serves subclasses that keep the class's ``forward``.
+    Classes without a rule need none if :func:`lipformer.certify` has a bound for them.
+    """
+    if not (isinstance(module_class, type) and issubclass(module_class, nn.Module)):
+        raise TypeError(
+            f"register_perturbation takes a subclass of torch.nn.Module, got {module_class!r}"
+        )
+
+    def register(rule: _R) -> _R:
+        _rules[module_class] = rule
+        return rule
+
+    return register
+
+
+@torch.no_grad()
+def perturbation_bound(module: nn.Module, x: Tensor, delta: float | Tensor) -> tuple[Tensor, Tensor]:
+    r"""A module's output at x, and how far it can be from that within :math:`\|x' - x\| \le \delta`.
+
+    Norms are l2 over all entries of a sample: Frobenius over its tokens, or over the pixels of an image.
+    The bound goes through the modules one by one, each at the value that x has there:
+
+    * dot-product attention by :func:`lofast_bound`, in a residual connection together with it;
+    * projections on a ball by 1, and by the diameter of what they can reach;
+    * ``nn.Sequential`` and residual connections by their parts;
+    * everything else by :func:`lipformer.certify`, whose constant is also used wherever it is smaller.
+
+    In ``Residual(Sequential(BallProjection, attention))`` the norm of identity and attention together
+    counts for a sample only if no token can leave the ball, :math:`\|x_i\| + \delta \le R`; else
+    :math:`\delta` and the bound of the branch are added.
+
+    Computed in float64 (a float32 module is copied), for exact arithmetic with the stored weights.
+
+    Args:
+        module: modules with a rule here or a global certificate.
+        x: (B, N, D), (B, D) or images (B, C, H, W); samples do not influence each other.
+        delta: a number or (B,).
+
+    Returns:
+        y in x's dtype, and (B,) in float64.
+
+    Raises:
+        NotCertifiable: some submodule has neither a rule nor a certificate, or dropout is on.
+
+    Example:
+        >>> from lipformer.layers import CenterNorm
+        >>> y, moved = perturbation_bound(CenterNorm(3), torch.zeros(2, 5, 3), 0.1)
+        >>> moved.tolist()
+        [0.15, 0.15]
+    """
+    check_samples(x)
+    radius = radii(delta, x.shape[:1], x.device, "delta")
+    y, modulus = modulus_of(in_double(module), x.detach().double())
+    return y.to(x.dtype), modulus(radius)
+
+
+def modulus_of(module: nn.Module, x: Tensor) -> tuple[Tensor, Modulus]:
+    """The output at x (B, *) and its modulus there (see :func:`register_perturbation`)."""
+    rule = _rule_of(module)
+    if rule is None:
+        return call_branch(module, x), _times(_constant(module, x))
+    y, local = rule(module, x)
+    try:
+        constant = certify(module, seq_len=_seq_len(x)).bound
+    except NotCertifiable:
+        # Not a fallback: the local bound is as certain, and a network of dot products has no other.
+        return y, local
+    whole = _times(constant)
+    return y, lambda delta: torch.minimum(local(delta), whole(delta))
+
+
+def _constant(module: nn.Module, x: Tensor) -> float:
+    """The global constant of a module that is not looked into."""
+    try:
+        return certify(module, seq_len=_seq_len(x)).bound
+    except NotCertifiable as error:
+        if not any(isinstance(part, nn.MultiheadAttention) for part in module.modules()):
+            raise
+        raise NotCertifiable(
+            "",
+            type(module).__name__,
+            "the dot products inside it have no global constant, and local bounds do not follow this "
+            "class: they go through nn.Sequential, lf.Residual and lf.ConvexResidual",
+            "the same network of these, for example "
+            "lf.Residual(lipformer.models.DotProductSelfAttention(dim, heads))",
+        ) from error
+
+
+def _rule_of(module: nn.Module) -> Rule | None:
+    """The rule of a module's class, None if there is none; raises if it may not apply."""
+    for cls in type(module).__mro__:
+        if cls in _rules:
+            ask = Ask("l2", kind=type(module).__name__)
+            if type(module).forward is not cls.forward:
+                raise ask.refuse(
+                    f"it overrides the forward of {cls.__name__}, whose rule may no longer hold",
+                    f"lipformer.analysis.register_perturbation({ask.kind})",
+                )
+            refuse_hooks(module, ask)
+            return _rules[cls]
+    if isinstance(module, HasAttentionMaps):
+        refuse_hooks(module, Ask("l2", kind=type(module).__name__))
+        return _attention
+    return None
+
+
+def _seq_len(x: Tensor) -> int | None:
+    return x.shape[1] if x.ndim == 3 else None
+
+
+def _times(constant: float) -> Modulus:
+    return lambda delta: constant * delta * ROUND_UP
+
+
+def _child(module: nn.Module, name: str, x: Tensor) -> tuple[Tensor, Modulus]:
+    """A part's output and modulus; a refusal names where the part stands."""
+    try:
+        return modulus_of(module, x)
+    except NotCertifiable as error:
+        path = f"{name}.{error.path}" if error.path else name
+        raise NotCertifiable(path, error.kind, error.reason, error.instead) from error
+
+
+@register_perturbation(nn.Sequential)
+def _(module: nn.Sequential, x: Tensor) -> tuple[Tensor, Modulus]:
+    steps: list[Modulus] = []
+    # Not named_children(), which leaves out a module's second use.
+    for name, child in module._modules.items():
+        if child is not None:
+            x, step = _child(child, name, x)
+            steps.append(step)
+
+    def modulus(delta: Tensor) -> Tensor:
+        for step in steps:
+            delta = step(delta)
+        return delta
+
+    return x, modulus
+
+
+@register_perturbation(BallProjection)
+def _(module: BallProjection, x: Tensor) -> tuple[Tensor, Modulus]:
+    y = module(x)
+    lengths = torch.linalg.vector_norm(y, dim=-1)
+    reach = (lengths + module.radius)[:, None].flatten(
+        1
+    )  # (B, tokens): one token each where x is (B, D)
+    widest = torch.linalg.vector_norm(reach, dim=1) * (1.0 + 2.0**-40)
+    return y, lambda delta: torch.minimum(delta, widest)
+
+
+def _attention(module: nn.Module, x: Tensor) -> tuple[Tensor, Modulus]:
+    return _attend(module, x), lofast_modulus(module, x)
+
+
+def _attend(module: nn.Module, x: Tensor) -> Tensor:
+    """The output of an attention module, which must be attention within samples and without dropout."""
+    ask = Ask("l2", kind=type(module).__name__)
+    dropout = getattr(module, "dropout", None)
+    rate = dropout.p if isinstance(dropout, nn.Dropout) else dropout
+    if module.training and rate:
+        raise ask.refuse(f"dropout with p={rate} is random in training mode", "model.eval()")
+    if not getattr(module, "batch_first", True):
+        raise ask.refuse(
+            "with batch_first=False samples are not the first dimension", "batch_first=True"
+        )
+    if x.ndim != 3:
+        raise ValueError(f"{ask.kind} needs tokens (B, N, D), got shape {tuple(x.shape)}")
+    # torch's layer takes queries, keys and values apart: its maps are the same function.
+    return (
+        attention_maps(module)(x)
+        if isinstance(module, nn.MultiheadAttention)
+        else call_branch(module, x)
+    )
+
+
+register_perturbation(nn.MultiheadAttention)(_attention)
+
+
+@register_perturbation(Residual)
+def _(module: Residual, x: Tensor) -> tuple[Tensor, Modulus]:
+    return _residual(module.branch, x, 1.0, 1.0)
+
+
+@register_perturbation(ConvexResidual)
+def _(module: ConvexResidual, x: Tensor) -> tuple[Tensor, Modulus]:
+    return _residual(module.branch, x, 1.0 - module.weight, module.weight)
+
+
+def _residual(branch: nn.Module, x: Tensor, kept: float, added: float) -> tuple[Tensor, Modulus]:
+    """kept x + added f(x)."""
+    split = _projected_attention(branch)
+    if split is not None and split[0] == math.inf:
+        out = _attend(split[1], x)
+        joint = lofast_modulus(split[1], x, residual=kept, scale=added)
+        return kept * x + added * same_shape(x, out), joint
+    out, inner = _child(branch, "branch", x)
+    y = kept * x + added * same_shape(x, out)
+
+    def apart(delta: Tensor) -> Tensor:
+        return (kept * delta + added * inner(delta)) * ROUND_UP
+
+    # For more tokens the norm of both together is bounded by the sum, and there is nothing to gain.
+    if split is None or x.shape[-2] * x.shape[-1] > EXACT:
+        return y, apart
+    radius, attention = split
+    within = lofast_modulus(attention, x, residual=kept, scale=added)
+    longest = torch.linalg.vector_norm(x, dim=-1).amax(-1) * (1.0 + 2.0**-40)
+
+    def modulus(delta: Tensor) -> Tensor:
+        total = apart(delta)
+        inside = (longest + delta) * (1.0 + 2.0**-50) <= radius
+        return torch.where(inside, torch.minimum(total, within(delta)), total)
+
+    return y, modulus
+
+
+def _projected_attention(branch: nn.Module) -> tuple[float, nn.Module] | None:
+    """Radius (infinite without one) and attention, if nothing but projections on balls precedes it."""
+    *before, last = flat(branch) or [branch]
+    if _rule_of(last) is not _attention:
+        return None
+    balls = [part for part in before if isinstance(part, BallProjection)]
+    if len(balls) < len(before):
+        return None
+    return min((ball.radius for ball in balls), default=math.inf), last
+
+
+def flat(module: nn.Module) -> list[nn.Module]:
+    """The modules that a Sequential runs one after another, with those of inner ones in their place."""
+    if type(module).forward is not nn.Sequential.forward:
+        return [module]
+    refuse_hooks(module, Ask("l2", kind=type(module).__name__))
+    return [leaf for child in module._modules.values() if child is not None for leaf in flat(child)]

@@ -1,0 +1,239 @@
+"""Radii within which no perturbation of an image changes what a classifier says."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lipformer.analysis.inputs import check_samples, count, number, radii
+from lipformer.analysis.robustness.lofast import Modulus, in_double
+from lipformer.analysis.robustness.perturbation import flat, modulus_of
+from lipformer.layers.baking import Scaled, round_down
+
+_DROPOUT = (
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+)
+
+_DOUBT = 1e-9
+"""Part of the largest logit that margins must exceed: for the rounding of a forward pass in float64."""
+
+
+@torch.no_grad()
+def certified_radius(
+    model: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    *,
+    max_radius: float = 10.0,
+    tol: float = 1e-3,
+    batch_size: int = 128,
+) -> Tensor:
+    r"""A radius for each image within which the model's answer is certified to be the label.
+
+    With the bound :math:`\delta(\epsilon)` of how far the last hidden vector h can move
+    (:func:`perturbation_bound`) and logits :math:`f_j = \langle w_j, h\rangle + b_j`, the answer y
+    stands if for all j
+
+    .. math:: f_y - f_j > \min\{ \|w_y - w_j\|\,\delta(\epsilon),\; \sqrt2\, \delta_f(\epsilon) \},
+
+    where :math:`\delta_f` bounds the logits; without a linear last layer only the second is used. The
+    bounds grow with :math:`\epsilon`, so that bisection finds the largest radius, from below.
+
+    The model is copied to float64 and the certificate is one for exact arithmetic with its stored
+    weights, as that of :func:`lipformer.certify`; margins must exceed their bound by 1e-9 of the largest
+    logit, far more than the rounding of a forward pass in float64. A forward pass in float32 or less may
+    give another answer where two logits are as close as its own rounding.
+
+    Args:
+        model: an ``nn.Sequential``, or a module with one as ``body`` that computes the same; in eval
+            mode or without dropout. Its last module should be a linear layer, or one times a number.
+            Dot-product attention is ``lipformer.models.DotProductSelfAttention`` there, by itself or in
+            ``lf.Residual``, ``lf.ConvexResidual``; ``nn.TransformerEncoder`` is not followed.
+        x: images, (B, *), or whatever the model takes; the radius is in their l2 norm.
+        y: labels, (B,), integers.
+        max_radius: where the search ends; larger radii are returned as this.
+        tol: how far the radius may be below the largest that these bounds certify.
+        batch_size: images at a time, which limits memory.
+
+    Returns:
+        (B,) in float64; 0 where the model's answer is not the label.
+
+    Raises:
+        NotCertifiable: the model has a module without bounds.
+
+    Example:
+        >>> model = nn.Sequential(nn.Flatten(), nn.Linear(2, 2, bias=False))
+        >>> model[1].weight = nn.Parameter(torch.tensor([[1.0, 0.0], [-1.0, 0.0]]))
+        >>> certified_radius(model, torch.tensor([[0.5, 3.0]]), torch.tensor([0])).item()
+        0.499
+    """
+    max_radius = number(max_radius, "max_radius", positive=True)
+    tol = number(tol, "tol", positive=True)
+    found = []
+    for test, part in _tests(model, x, y, batch_size):
+        low = torch.zeros(len(part), dtype=torch.float64, device=part.device)
+        high = torch.full_like(low, max_radius)
+        low = torch.where(test(high), high, low)
+        for _ in range(max(0, math.ceil(math.log2(max_radius / tol)))):
+            middle = (low + high) / 2
+            stands = test(middle)
+            low, high = torch.where(stands, middle, low), torch.where(stands, high, middle)
+        found.append(low)
+    return torch.cat(found) if found else x.new_zeros(0, dtype=torch.float64)
+
+
+@torch.no_grad()
+def is_certified(
+    model: nn.Module, x: Tensor, y: Tensor, eps: float | Tensor, *, batch_size: int = 128
+) -> Tensor:
+    """Whether the model's answer is certified to be the label within eps, (B,) bool.
+
+    Args:
+        model: as for :func:`certified_radius`.
+        x: images, (B, *).
+        y: labels, (B,).
+        eps: l2 radius, a number or (B,).
+        batch_size: images at a time.
+    """
+    check_samples(x, "x")
+    radius = radii(eps, x.shape[:1], x.device, "eps")
+    found: list[Tensor] = []
+    for test, part in _tests(model, x, y, batch_size):
+        first = sum(map(len, found))
+        found.append(test(radius[first : first + len(part)]))
+    return torch.cat(found) if found else x.new_zeros(0, dtype=torch.bool)
+
+
+@torch.no_grad()
+def certified_accuracy(
+    model: nn.Module, x: Tensor, y: Tensor, eps: Sequence[float], *, batch_size: int = 128
+) -> list[float]:
+    """The share of images whose label is certified within each radius; at 0 the clean accuracy.
+
+    Args:
+        model: as for :func:`certified_radius`.
+        x: images, (B, *), at least one.
+        y: labels, (B,).
+        eps: l2 radii.
+        batch_size: images at a time.
+
+    Returns:
+        one share for each radius.
+    """
+    check_samples(x, "x")
+    if len(x) == 0:
+        raise ValueError("x must hold at least one image, got none")
+    if (
+        not isinstance(eps, Iterable)
+        or isinstance(eps, str)
+        or (isinstance(eps, Tensor) and not eps.ndim)
+    ):
+        raise ValueError(f"eps must be a sequence of radii, got {eps!r}")
+    levels = [x.new_tensor(number(e, "eps"), dtype=torch.float64) for e in eps]
+    totals = [0] * len(levels)
+    for test, part in _tests(model, x, y, batch_size):
+        for i, level in enumerate(levels):
+            totals[i] += int(test(level.expand(len(part))).sum())
+    return [total / len(x) for total in totals]
+
+
+def _tests(
+    model: nn.Module, x: Tensor, y: Tensor, batch_size: int
+) -> Iterator[tuple[Callable[[Tensor], Tensor], Tensor]]:
+    """For each batch the test of radii (B,) -> (B,) bool, and its labels."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    check_samples(x, "x")
+    batch_size = count(batch_size, "batch_size")
+    if not isinstance(y, Tensor):
+        raise ValueError(f"y must be integers of shape ({len(x)},), got {y!r}")
+    if y.shape != x.shape[:1] or y.is_floating_point() or y.dtype == torch.bool:
+        raise ValueError(
+            f"y must be integer labels of shape ({len(x)},), got {y.dtype} {tuple(y.shape)}"
+        )
+    if len(x) == 0:
+        return
+    parts = _parts(model, x[:1])
+    *body, head = parts.values()
+    weight = _head_weight(head)
+    hidden_part = nn.Sequential(OrderedDict(list(parts.items())[:-1]))
+    for some, part in zip(x.split(batch_size), y.split(batch_size), strict=True):
+        hidden, moved = modulus_of(hidden_part, some.double()) if body else (some.double(), torch.clone)
+        logits, spread = modulus_of(head, hidden)
+        if logits.ndim != 2:
+            raise ValueError(f"the model must give logits (B, K), got shape {tuple(logits.shape)}")
+        if int(part.min()) < 0 or int(part.max()) >= logits.shape[1]:
+            raise ValueError(
+                f"y must lie in 0..{logits.shape[1] - 1}, got {int(part.min())}..{int(part.max())}"
+            )
+        yield _test(logits, part.long(), moved, spread, weight), part
+
+
+def _test(
+    logits: Tensor, y: Tensor, moved: Modulus, spread: Modulus, weight: Tensor | None
+) -> Callable[[Tensor], Tensor]:
+    """The test of a batch: logits (B, K), the moduli of hidden vectors and head, its matrix (K, D)."""
+    rival = torch.arange(logits.shape[1], device=y.device) != y[:, None]
+    margin = logits.gather(1, y[:, None]) - logits
+    margin = margin - _DOUBT * logits.abs().amax(1, keepdim=True)
+    apart = None
+    if weight is not None:
+        apart = torch.linalg.vector_norm(weight[y][:, None] - weight, dim=-1) * (1.0 + 1e-12)
+
+    def test(eps: Tensor) -> Tensor:
+        delta = moved(eps)
+        needed = (math.sqrt(2.0) * (1.0 + 1e-12) * spread(delta))[:, None]
+        if apart is not None:
+            needed = torch.minimum(needed, apart * delta[:, None])
+        return ((margin > needed) | ~rival).all(1)
+
+    return test
+
+
+def _parts(model: nn.Module, image: Tensor) -> dict[str, nn.Module]:
+    """The modules that a model runs one after another, in float64."""
+    for name, module in model.named_modules():
+        rate = module.p if isinstance(module, _DROPOUT) else getattr(module, "dropout", 0.0)
+        if module.training and isinstance(rate, (int, float)) and rate > 0:
+            raise ValueError(
+                f"dropout must be off: call model.eval(), got {name or 'the model'} in training mode "
+                f"with dropout {rate}"
+            )
+    model = in_double(model)
+    body = getattr(model, "body", model)
+    if not isinstance(body, nn.Module) or type(body).forward is not nn.Sequential.forward:
+        raise TypeError(
+            "the model must be an nn.Sequential or have one as its attribute body, got "
+            f"{type(model).__name__}"
+        )
+    if body is not model and len(image) > 0:
+        own, same = model(image.double()), body(image.double())
+        if own.shape != same.shape or not torch.allclose(own, same, rtol=1e-9, atol=1e-9):
+            raise ValueError(f"{type(model).__name__} computes something else than its body")
+    parts = {name: child for name, child in body._modules.items() if child is not None}
+    if not parts or not flat(body):
+        raise ValueError("the model must have at least one module, got an empty nn.Sequential")
+    # The head may be the last module of a Sequential that is itself the last.
+    name, last = parts.popitem()
+    for i, leaf in enumerate(flat(last)):
+        parts[f"{name}_{i}" if leaf is not last else name] = leaf
+    return parts
+
+
+def _head_weight(head: nn.Module) -> Tensor | None:
+    """The matrix (K, D) of a linear last layer; None for other layers."""
+    if isinstance(head, Scaled) and head.factor.numel() == 1:
+        inner = _head_weight(head.module)
+        return None if inner is None else inner * round_down(head.factor, inner.dtype)
+    if isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward:
+        return head.weight.detach()
+    return None

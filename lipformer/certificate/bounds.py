@@ -1,0 +1,295 @@
+"""How a module's bound is found: one rule for each class, and the tree composes as modules do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from lipformer.certificate.certificate import Certificate, NotCertifiable
+from lipformer.functional import spectral_norm_bound
+from lipformer.functional.attention.checks import tracing
+
+NORMS = ("l2", "token", "self", "linf")
+
+# A composition of k numbers loses at most k roundings of 2^-53 in float64; each of them, and the
+# last conversion, is made up for by this factor.
+ROUND_UP = 1.0 + 2.0**-50
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A bound while it is being composed; a tensor keeps its gradient.
+
+    Attributes:
+        value: the bound, a float or a scalar tensor.
+        theorem: where it comes from.
+        parts: the bounds it was composed from.
+        path: filled in by the registry.
+        kind: filled in by the registry.
+        keeps_tokens: False if the output may have more tokens than the input.
+    """
+
+    value: float | Tensor
+    theorem: str = "rule of the module"
+    parts: tuple[Bound, ...] = ()
+    path: str = ""
+    kind: str = ""
+    keeps_tokens: bool = True
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What a rule is asked: a bound in this norm, for sequences of at most this length.
+
+    Attributes:
+        norm: "l2", "token", "self" or "linf".
+        seq_len: the largest number of tokens, or None if the caller gave none.
+        path: where the module stands in the model.
+        kind: the module's class.
+        as_eval: count dropout as in eval mode, whatever the mode (Contractive divides by that).
+        known: weights and their spectral norms, given beforehand or found while answering, so that each
+            is computed once for all norms; None to remember nothing.
+    """
+
+    norm: str
+    seq_len: int | None = None
+    path: str = ""
+    kind: str = ""
+    as_eval: bool = False
+    known: list[tuple[Tensor, Tensor]] | None = None
+
+    def spectral_norm(self, weight: Tensor) -> Tensor:
+        """An upper bound of the spectral norm of ``weight`` (m, n), a float64 scalar."""
+        for other, norm in self.known or ():
+            if other is weight:
+                return norm
+        norm = spectral_norm_bound(weight).double()
+        if self.known is not None:
+            self.known.append((weight, norm))
+        return norm
+
+    def readable(self, tensor: Tensor) -> bool:
+        """Whether values may be looked at: not in a graph, nor off the CPU within a forward pass."""
+        return not tracing() and (tensor.device.type == "cpu" or not self.as_eval)
+
+    def child(self, module: nn.Module, name: str) -> Bound:
+        """The bound of a child module under the same question."""
+        path = f"{self.path}.{name}" if self.path else name
+        return bound_of(module, replace(self, path=path))
+
+    def refuse(self, reason: str, instead: str) -> NotCertifiable:
+        """The exception for a module without a bound: ``raise ask.refuse(...)``."""
+        return NotCertifiable(self.path, self.kind, reason, instead)
+
+    def only(self, *norms: str, instead: str = "norm='l2'") -> None:
+        """Refuses unless the norm is one of ``norms``."""
+        if self.norm not in norms:
+            raise self.refuse(f"it has no bound in the {self.norm} norm", instead)
+
+
+Rule = Callable[[nn.Module, Ask], "Bound | float | Tensor"]
+_R = TypeVar("_R", bound=Callable[..., "Bound | float | Tensor"])
+_rules: dict[type[nn.Module], Rule] = {}
+
+
+def register_bound(module_class: type[nn.Module]) -> Callable[[_R], _R]:
+    """Decorator: teaches :func:`certify` a module class.
+
+    The rule gets the module and an :class:`Ask` and returns an upper bound of the module's
+    Lipschitz constant in ``ask.norm``: a number, a scalar tensor (through which gradients flow, for
+    :class:`Contractive`) or a :class:`Bound` with parts. ``ask.child(module, name)`` bounds a
+    submodule. A rule serves subclasses too, as long as they keep the class's ``forward``.
+
+    Example:
+        >>> class Halve(nn.Module):
+        ...     def forward(self, x):
+        ...         return x / 2
+        >>> @register_bound(Halve)
+        ... def _(module, ask):
+        ...     return 0.5
+        >>> certify(Halve()).bound
+        0.5
+    """
+    if not (isinstance(module_class, type) and issubclass(module_class, nn.Module)):
+        raise TypeError(f"register_bound takes a subclass of torch.nn.Module, got {module_class!r}")
+
+    def register(rule: _R) -> _R:
+        _rules[module_class] = rule
+        return rule
+
+    return register
+
+
+def bound_of(module: nn.Module, ask: Ask) -> Bound:
+    """The bound of a module by its class's rule, composed but not yet rounded to a float."""
+    kind = next(c.__name__ for c in type(module).__mro__ if not c.__name__.startswith("Parametrized"))
+    ask = replace(ask, kind=kind)
+    for cls in type(module).__mro__:
+        rule = _rules.get(cls)
+        if rule is None:
+            continue
+        if type(module).forward is not cls.forward:  # type: ignore[attr-defined]
+            raise ask.refuse(
+                f"it overrides the forward of {cls.__name__}, whose bound may no longer hold",
+                f"lipformer.register_bound({kind})",
+            )
+        refuse_hooks(module, ask)
+        found = rule(module, ask)
+        bound = found if isinstance(found, Bound) else Bound(found)
+        _check_value(bound.value, kind)
+        value = bound.value.double() if isinstance(bound.value, Tensor) else float(bound.value)
+        return replace(bound, value=value, path=ask.path, kind=kind)
+    raise ask.refuse(
+        "no bound is known for this class",
+        f"a module from the README's table, or lipformer.register_bound({kind})",
+    )
+
+
+def _check_value(value: object, kind: str) -> None:
+    """Raises unless a rule returned a number that can be a bound."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number and not (isinstance(value, Tensor) and value.numel() == 1):
+        raise TypeError(
+            f"the rule of {kind} must return a number, a scalar tensor or a Bound, got {value!r}"
+        )
+    if number and not value >= 0:  # type: ignore[operator]
+        raise ValueError(f"the rule of {kind} must return a bound >= 0, got {value!r}")
+
+
+def refuse_hooks(module: nn.Module, ask: Ask) -> None:
+    """Hooks and replaced forwards can change what a module computes; torch.distributed's do not."""
+    if "forward" in module.__dict__:
+        raise ask.refuse(
+            "its forward was replaced on the instance", f"lipformer.register_bound({ask.kind})"
+        )
+    for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+        origin = getattr(hook, "__module__", None) or type(hook).__module__
+        if not origin.startswith("torch.distributed"):
+            name = getattr(hook, "__name__", type(hook).__name__)
+            raise ask.refuse(
+                f"the forward hook {name} may change its weights, input or output",
+                "removing the hook; for weights lipformer.spectral_bound or torch's parametrizations",
+            )
+
+
+def _refuse_non_finite(module: nn.Module) -> None:
+    """NaN or infinite numbers in a module make every constant meaningless."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise NotCertifiable(name, "tensor", "it is not finite", "finite weights")
+
+
+def check_norm(norm: str) -> None:
+    """Raises unless ``norm`` is one of the four."""
+    if norm not in NORMS:
+        raise ValueError(f"norm must be one of {', '.join(NORMS)}, got {norm!r}")
+
+
+def check_seq_len(seq_len: int | None) -> None:
+    """Raises unless ``seq_len`` is None or a positive int."""
+    if seq_len is not None and (
+        isinstance(seq_len, bool) or not isinstance(seq_len, int) or seq_len < 1
+    ):
+        raise ValueError(f"seq_len must be None or an integer >= 1, got {seq_len!r}")
+
+
+@torch.no_grad()
+def certify(module: nn.Module, *, seq_len: int | None = None, norm: str = "l2") -> Certificate:
+    """A certified upper bound of a module's Lipschitz constant.
+
+    The bound is for exact arithmetic with the weights as they are stored. It holds for the module in
+    the mode (train or eval) it is in now.
+
+    Args:
+        module: any module made of classes that have a rule: lipformer's layers, the usual torch
+            layers and containers, and what :func:`register_bound` adds.
+        seq_len: the largest number of tokens; needed by attention without ``max_len``, window or
+            ALiBi.
+        norm: "l2" (Frobenius over tokens), "token" (largest token), "self" (a causal layer's gain of
+            a token on itself, Theorem E) or "linf".
+
+    Raises:
+        NotCertifiable: some submodule has no bound in this norm; it names path, reason and remedy.
+
+    Example:
+        >>> linear = nn.Linear(2, 2, bias=False)
+        >>> _ = nn.init.eye_(linear.weight)
+        >>> print(certify(nn.Sequential(linear, nn.GELU())))
+        Lipschitz bound 1.1289 in the l2 norm, for every input
+        module  kind         bound  theorem
+        -----------------------------------------
+        (all)   Sequential  1.1289  composition
+          0     Linear           1  spectral norm
+          1     GELU        1.1289  largest slope
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"certify takes a torch.nn.Module, got {type(module).__name__}")
+    check_norm(norm)
+    check_seq_len(seq_len)
+    _refuse_non_finite(module)
+    bound = bound_of(module, Ask(norm, seq_len))
+    limits = [limit for part in module.modules() if (limit := getattr(part, "max_len", None))]
+    return _finish(bound, norm, min(limits, default=None) if seq_len is None else seq_len, "")
+
+
+def _finish(bound: Bound, norm: str, seq_len: int | None, parent: str) -> Certificate:
+    value = float(bound.value)
+    # A rule's own intermediate results have no module of their own: they stand at their parent's.
+    path = bound.path or parent
+    if not (0.0 <= value < math.inf):
+        raise NotCertifiable(
+            path,
+            bound.kind,
+            f"its bound is {value}",
+            "finite weights, or a rule that returns a finite bound",
+        )
+    domain = "for every input" if seq_len is None else f"for every input of at most {seq_len} tokens"
+    return Certificate(
+        bound=value,
+        norm=norm,
+        domain=domain,
+        seq_len=seq_len,
+        path=path,
+        kind=bound.kind,
+        theorem=bound.theorem,
+        parts=tuple(_finish(part, norm, seq_len, path) for part in bound.parts),
+    )
+
+
+def times(*parts: Bound, theorem: str = "composition") -> Bound:
+    """Lip(f o g) <= Lip(f) Lip(g)  (docs/theory, section 4)."""
+    value: float | Tensor = 1.0
+    for part in parts:
+        value = _multiply_up(value, part.value)
+    return Bound(value, theorem, parts)
+
+
+def weighted_sum(weights: tuple[float, ...], parts: tuple[Bound | None, ...], theorem: str) -> Bound:
+    """Lip(a f + b g) <= |a| Lip(f) + |b| Lip(g); None stands for the identity (section 4)."""
+    value: float | Tensor = 0.0
+    for weight, part in zip(weights, parts, strict=True):
+        value = _add_up(value, _multiply_up(abs(weight), 1.0 if part is None else part.value))
+    return Bound(value, theorem, tuple(part for part in parts if part is not None))
+
+
+def _multiply_up(a: float | Tensor, b: float | Tensor) -> float | Tensor:
+    """A product rounded up; times one is exact, so that constants of one stay one."""
+    if isinstance(a, float) and a == 1.0:
+        return b
+    if isinstance(b, float) and b == 1.0:
+        return a
+    return a * b * ROUND_UP
+
+
+def _add_up(a: float | Tensor, b: float | Tensor) -> float | Tensor:
+    """A sum rounded up, unless it is exact: the rounding error of two floats is itself a float."""
+    total = a + b
+    if isinstance(total, float):
+        rest = total - a
+        return total if (a - (total - rest)) + (b - rest) <= 0.0 else total * ROUND_UP
+    return total * ROUND_UP

@@ -1,0 +1,118 @@
+"""Bounds of torch's linear layers: Linear, Conv1d, Conv2d."""
+
+from __future__ import annotations
+
+import math
+from typing import cast
+
+import torch
+import torch.nn.utils.parametrize as parametrize
+from torch import Tensor, nn
+
+from lipformer.certificate.bounds import Ask, Bound, register_bound
+from lipformer.functional import spectral_norm_bound
+
+
+def spectral(weight: Tensor) -> Tensor:
+    """An upper bound of ||W|| as a float64 scalar that keeps its gradient."""
+    return spectral_norm_bound(weight).double()
+
+
+def linf_norm(weight: Tensor) -> Tensor:
+    """||W||_inf, the largest absolute row sum of (*, m, n), rounded up, in float64.
+
+    A float64 sum of n numbers is off by at most n 2^-53 of it.
+    """
+    rows = weight.double().abs().sum(-1)
+    return rows.amax(-1) * (1.0 + (weight.shape[-1] + 4) * 2.0**-52)
+
+
+def linear_bound(weight: Tensor, ask: Ask) -> Bound:
+    """A token-wise linear map: ||W|| in the l2, token and self norms, ||W||_inf in linf."""
+    if ask.norm == "linf":
+        return Bound(linf_norm(weight), "largest absolute row sum")
+    return Bound(ask.spectral_norm(weight), "spectral norm")
+
+
+@register_bound(nn.Linear)
+def _(module: nn.Linear, ask: Ask) -> Bound:
+    return certified_coefficient(module, ask.norm) or linear_bound(module.weight, ask)
+
+
+def certified_coefficient(module: nn.Module, norm: str) -> Bound | None:
+    """The constant that a parametrization of the weight guarantees, if it names one.
+
+    A parametrization that does so has the attribute ``certified_coeff`` and is the last in its list.
+    """
+    if norm == "linf" or not parametrize.is_parametrized(module, "weight"):
+        return None
+    chain = cast(nn.ModuleDict, module.parametrizations)["weight"]
+    coeff = getattr(cast(nn.ModuleList, chain)[-1], "certified_coeff", None)
+    return None if coeff is None else Bound(coeff, "spectrally bounded weight")
+
+
+def conv_bound(
+    weight: Tensor,
+    groups: int,
+    stride: tuple[int, ...],
+    dilation: tuple[int, ...],
+    norm: str = "l2",
+) -> Tensor:
+    r"""A bound of a convolution with zero padding and any stride, dilation and groups.
+
+    In l2 the smaller of :math:`\sum_a \|K_a\|` over the taps :math:`a` (each tap is a matrix times a
+    shift, and a shift has norm at most 1) and :math:`\sqrt{r}\,\|K\|` with the kernel as one matrix
+    (out, in x taps), where each input pixel lies in at most r patches. In linf the largest absolute
+    row sum of that matrix.
+
+    Args:
+        weight: the kernel (out, in / groups, *kernel_size).
+        groups: number of groups.
+        stride: one stride per spatial dimension.
+        dilation: one dilation per spatial dimension.
+        norm: "l2" or "linf".
+    """
+    kernel_size = weight.shape[2:]
+    # (groups, out, in, taps)
+    taps = weight.unflatten(0, (groups, -1)).flatten(3)
+    flat = taps.flatten(2)
+    if norm == "linf":
+        return linf_norm(flat).amax()
+    by_taps = spectral(taps.movedim(-1, 1)).sum(1).amax()
+    shared = [-(-k // s) if d == 1 else k for k, s, d in zip(kernel_size, stride, dilation, strict=True)]
+    patches = math.prod(shared)
+    by_patches = math.sqrt(patches) * spectral(flat).amax()
+    # The sum over the taps rounds once for each.
+    return torch.minimum(by_taps, by_patches) * (1.0 + (taps.shape[-1] + 4) * 2.0**-52)
+
+
+def repeats_pixels(module: nn.Conv1d | nn.Conv2d) -> bool:
+    """Whether padding lets a tap see a pixel twice, which conv_bound does not cover in l2.
+
+    Zero padding never does. Circular padding does not if the output has the input's size: stride 1
+    and 2 padding = dilation (kernel_size - 1), so that each tap is a rotation of the pixels.
+    """
+    if module.padding_mode == "zeros":
+        return False
+    if module.padding_mode != "circular" or any(s != 1 for s in module.stride):
+        return True
+    if isinstance(module.padding, str):
+        return module.padding != "same"
+    sizes = zip(module.padding, module.dilation, module.kernel_size, strict=True)
+    return any(2 * p != d * (k - 1) for p, d, k in sizes)
+
+
+def _conv_rule(module: nn.Conv1d | nn.Conv2d, ask: Ask) -> Bound:
+    ask.only("l2", "linf")
+    if ask.norm == "l2" and repeats_pixels(module):
+        raise ask.refuse(
+            f"padding_mode={module.padding_mode!r} with stride={module.stride} and "
+            f"padding={module.padding!r} repeats pixels",
+            "padding_mode='zeros', or circular padding with stride 1 that keeps the size",
+        )
+    value = conv_bound(module.weight, module.groups, module.stride, module.dilation, ask.norm)
+    return Bound(value, "norms of the kernel's taps", keeps_tokens=False)
+
+
+register_bound(nn.Conv1d)(_conv_rule)
+register_bound(nn.Conv2d)(_conv_rule)

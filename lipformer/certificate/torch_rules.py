@@ -1,0 +1,189 @@
+"""Bounds of torch's containers, dropout, norms and Transformer encoder layers.
+
+Which of (B, N, D) and (N, B, D) the parts of a module take.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from lipformer.certificate.activations import slope_of_function
+from lipformer.certificate.bounds import (
+    ROUND_UP,
+    Ask,
+    Bound,
+    register_bound,
+    times,
+    weighted_sum,
+)
+from lipformer.functional.attention.checks import tracing
+
+
+def token_axes(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module, bool]]:
+    """The parts that have an attribute ``batch_first``, with their paths and its value.
+
+    Looked for inside torch's and lipformer's modules, which pass tokens on as they come; a module of
+    anyone else may transpose them in between.
+    """
+    own = getattr(module, "batch_first", None)
+    if isinstance(own, bool):
+        yield path, module, own
+    elif type(module).__module__.partition(".")[0] in ("torch", "lipformer"):
+        for name, child in module.named_children():
+            yield from token_axes(child, f"{path}.{name}" if path else name)
+
+
+def mixed_axes(module: nn.Module) -> str | None:
+    """What is wrong with a module that works along tokens in one part and along samples in another.
+
+    Returns:
+        A sentence that names two such parts, or None.
+    """
+    found = list(token_axes(module))
+    first = next(((path, part) for path, part, batch_first in found if batch_first), None)
+    other = next(((path, part) for path, part, batch_first in found if not batch_first), None)
+    if first is None or other is None:
+        return None
+    return (
+        f"{first[0]} ({type(first[1]).__name__}) takes tokens as (B, N, D), but {other[0]} "
+        f"({type(other[1]).__name__}, batch_first=False) as (N, B, D): one of the two would mix samples"
+    )
+
+
+@register_bound(nn.Sequential)
+def _(module: nn.Sequential, ask: Ask) -> Bound:
+    # Not in compiled graphs, which were run eagerly before or hold what was checked when it was built.
+    mixed = None if tracing() else mixed_axes(module)
+    if mixed is not None:
+        raise ask.refuse(mixed, "attention with batch_first=True")
+    # Not named_children(), which leaves out a module's second use.
+    parts = []
+    for name, child in module._modules.items():
+        if child is not None:
+            part = ask.child(child, name)
+            parts.append(part)
+            if not part.keeps_tokens:
+                ask = replace(ask, seq_len=None)
+    return times(*parts)
+
+
+def _dropout_rule(module: nn.Dropout, ask: Ask) -> Bound:
+    if module.training and module.p > 0 and not ask.as_eval:
+        raise ask.refuse(
+            f"dropout with p={module.p} is random in training mode", "model.eval() before certify"
+        )
+    return Bound(1.0, "identity in eval mode")
+
+
+for _cls in (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout):
+    register_bound(_cls)(_dropout_rule)
+
+
+def _reshape_rule(module: nn.Module, ask: Ask) -> Bound:
+    ask.only("l2", "linf", instead="norm='l2', since a reshape may merge tokens")
+    return Bound(1.0, "rearrangement of entries", keeps_tokens=False)
+
+
+register_bound(nn.Flatten)(_reshape_rule)
+register_bound(nn.Unflatten)(_reshape_rule)
+
+
+def norm_layer_bound(module: nn.LayerNorm | nn.RMSNorm, ask: Ask) -> Bound:
+    r"""LayerNorm and RMSNorm: :math:`\max|\gamma| / \sqrt{\epsilon}`, finite but useless.
+
+    The Jacobian is :math:`\mathrm{diag}(\gamma) / s` times a projection, with
+    :math:`s \ge \sqrt{\epsilon}`; in linf that projection has row sums of at most
+    :math:`2 + \sqrt d`.
+    """
+    if len(module.normalized_shape) > 1:
+        ask.only("l2", "linf", instead="a norm over the last dimension alone")
+    # RMSNorm without eps takes that of the input's dtype, whatever it will be.
+    eps = torch.finfo(torch.float64).eps if module.eps is None else module.eps
+    if eps <= 0:
+        raise ask.refuse(f"with eps={eps} its slope is unbounded", "lipformer.CenterNorm")
+    gamma = 1.0 if module.weight is None else module.weight.double().abs().max()
+    value = gamma / math.sqrt(eps) * ROUND_UP**4
+    if ask.norm == "linf":
+        value = value * (2.0 + math.sqrt(math.prod(module.normalized_shape)))
+    return Bound(value, f"max|gamma| / sqrt(eps), eps={eps:g}")
+
+
+register_bound(nn.LayerNorm)(norm_layer_bound)
+register_bound(nn.RMSNorm)(norm_layer_bound)
+
+
+def _batch_norm_rule(module: nn.BatchNorm1d | nn.BatchNorm2d, ask: Ask) -> Bound:
+    if module.training or module.running_var is None:
+        raise ask.refuse("it divides by statistics of the batch", "model.eval() with running statistics")
+    gamma = 1.0 if module.weight is None else module.weight.double().abs()
+    value = (gamma / (module.running_var.double() + module.eps).sqrt()).amax()
+    return Bound(value * ROUND_UP**4, "max|gamma| / sqrt(running variance + eps)")
+
+
+register_bound(nn.BatchNorm1d)(_batch_norm_rule)
+register_bound(nn.BatchNorm2d)(_batch_norm_rule)
+
+
+@register_bound(nn.MultiheadAttention)
+def _(module: nn.MultiheadAttention, ask: Ask) -> Bound:
+    raise ask.refuse(
+        "dot-product attention has no finite Lipschitz constant (Kim et al. 2021)",
+        "lipformer.L2MultiheadAttention",
+    )
+
+
+@register_bound(nn.Embedding)
+def _(module: nn.Embedding, ask: Ask) -> Bound:
+    raise ask.refuse(
+        "a lookup of integers has no Lipschitz constant",
+        "certify the rest of the model, in terms of the embedded input",
+    )
+
+
+@register_bound(nn.TransformerEncoderLayer)
+def _(module: nn.TransformerEncoderLayer, ask: Ask) -> Bound:
+    slope = slope_of_function(module.activation)
+    if slope is not None:
+        name = getattr(module.activation, "__name__", "function")
+        activation = Bound(slope, "largest slope", path=f"{ask.path}.activation".lstrip("."), kind=name)
+    elif isinstance(module.activation, nn.Module):
+        activation = ask.child(module.activation, "activation")
+    else:
+        raise ask.refuse(
+            f"no slope is known for activation={module.activation!r}",
+            "'relu', 'gelu' or an activation module",
+        )
+    attention = times(ask.child(module.self_attn, "self_attn"), ask.child(module.dropout1, "dropout1"))
+    feed_forward = times(
+        ask.child(module.linear1, "linear1"),
+        activation,
+        ask.child(module.dropout, "dropout"),
+        ask.child(module.linear2, "linear2"),
+        ask.child(module.dropout2, "dropout2"),
+        theorem="feed-forward",
+    )
+    blocks = []
+    for branch, norm, name in (
+        (attention, module.norm1, "norm1"),
+        (feed_forward, module.norm2, "norm2"),
+    ):
+        normed = ask.child(norm, name)
+        if module.norm_first:
+            inner = times(normed, branch)
+            blocks.append(weighted_sum((1.0, 1.0), (None, inner), "residual 1 + L"))
+        else:
+            blocks.append(times(weighted_sum((1.0, 1.0), (None, branch), "residual 1 + L"), normed))
+    return times(*blocks)
+
+
+@register_bound(nn.TransformerEncoder)
+def _(module: nn.TransformerEncoder, ask: Ask) -> Bound:
+    parts = [ask.child(layer, f"layers.{i}") for i, layer in enumerate(module.layers)]
+    if module.norm is not None:
+        parts.append(ask.child(module.norm, "norm"))
+    return times(*parts)

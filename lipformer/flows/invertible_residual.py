@@ -1,0 +1,375 @@
+"""Residual blocks that can be inverted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from lipformer.certificate import Ask, Bound, register_bound, weighted_sum
+from lipformer.certificate.bounds import NORMS
+from lipformer.flows.log_det.exact import check_causal, supports_causal
+from lipformer.flows.log_det.methods import METHODS, LogDet, residual_log_det
+from lipformer.flows.log_det.pullback import masked_branch, without_padding
+from lipformer.flows.solve.causal import solve_causal
+from lipformer.flows.solve.fixed_point import Branch, Record, solve_fixed_point
+from lipformer.flows.solve.implicit import attach_gradient
+from lipformer.flows.solve.norms import DUAL_MEASURES, MEASURES
+from lipformer.layers import Contractive, L2MultiheadAttention, frozen
+from lipformer.layers.attention import layout
+from lipformer.layers.baking import bake_in_place, register_bake
+from lipformer.layers.decoding import Cache, select_cache, step_module
+from lipformer.layers.freezing import Freezable
+from lipformer.layers.residual import same_shape
+
+MODES = ("norm", "causal")
+
+
+class InvertibleResidual(Freezable):
+    r"""y = x + f(x) with f = coeff / UB(branch) times a branch: a map that has an inverse.
+
+    Mode "norm": f has constant at most c = coeff < 1 in some norm, so that the block has constant at
+    most 1 + c and its inverse 1/(1 - c) in that norm. Mode "causal" (Theorem E): only each token's own
+    map has constant at most c, which shrinks the branch far less; the inverse goes token by token, and
+    an error in one token may grow in later ones. A branch of bound 0 is multiplied by c alone: if no
+    token has an effect on itself any factor would do, and a large one would let such errors grow without
+    limit. The bound UB is recomputed from the weights in each forward pass, so the condition holds after
+    every optimiser step, load or copy.
+
+    Tokens are batch first, (B, T, D). Padded tokens pass unchanged and influence no other.
+
+    Args:
+        branch: any certifiable module that keeps the shape of its input; in mode "causal" causal or
+            token-wise all the way down. Attention needs a length (see Contractive) and
+            batch_first=True.
+        coeff: c, between 0 and 1.
+        mode: "norm" or "causal".
+        norm: mode "norm": "l2", "token", "linf", or None for the one with the smallest bound.
+        seq_len: the largest number of tokens.
+        log_det: default method, "exact", "causal", "series" or "roulette"; None for "causal" where
+            the branch is causal, else "roulette".
+        terms: terms of "series", or sure terms of "roulette"; None for their defaults.
+        probes: random probes of the estimators.
+        accelerate: use Anderson acceleration in the inverse.
+
+    Attributes:
+        branch: f, a Contractive.
+        record: the :class:`Record` of the last inverse, or None; neither saved nor copied.
+
+    Example:
+        >>> import lipformer as lf
+        >>> _ = torch.manual_seed(0)
+        >>> attention = lf.L2MultiheadAttention(8, 2, batch_first=True)
+        >>> block = InvertibleResidual(attention, coeff=0.9, seq_len=16).double()
+        >>> x = torch.randn(3, 16, 8, dtype=torch.float64)
+        >>> bool((block.inverse(block(x), tol=1e-12) - x).abs().max() < 1e-11)
+        True
+    """
+
+    def __init__(
+        self,
+        branch: nn.Module,
+        coeff: float = 0.9,
+        mode: str = "norm",
+        *,
+        norm: str | None = None,
+        seq_len: int | None = None,
+        log_det: str | None = None,
+        terms: int | None = None,
+        probes: int = 1,
+        accelerate: bool = True,
+    ) -> None:
+        super().__init__()
+        if not 0.0 < coeff < 1.0:
+            raise ValueError(f"coeff must lie between 0 and 1, else no inverse exists, got {coeff!r}")
+        if mode not in MODES:
+            raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
+        allowed = (None, "self") if mode == "causal" else (None, *MEASURES)
+        if norm not in allowed:
+            raise ValueError(f"norm must be one of {allowed} in mode {mode!r}, got {norm!r}")
+        if log_det is not None and log_det not in METHODS:
+            raise ValueError(f"log_det must be one of {', '.join(METHODS)} or None, got {log_det!r}")
+        if not isinstance(branch, nn.Module):
+            raise TypeError(f"branch must be a torch.nn.Module, got {type(branch).__name__}")
+        for name, part in branch.named_modules():
+            if isinstance(part, L2MultiheadAttention) and not part.batch_first:
+                raise ValueError(
+                    f"attention in an invertible block works on (B, T, D): build {name or 'branch'} "
+                    "with batch_first=True, got batch_first=False"
+                )
+            if getattr(part, "inplace", False) is True:
+                raise ValueError(
+                    f"{name or 'branch'} ({type(part).__name__}) overwrites the block's input: build "
+                    "it with inplace=False"
+                )
+        for given, number in (("terms", terms), ("probes", probes)):
+            if not (given == "terms" and number is None) and (
+                isinstance(number, bool) or not isinstance(number, int) or number < 1
+            ):
+                raise ValueError(f"{given} must be an integer >= 1, got {number!r}")
+        norm = "self" if mode == "causal" else norm
+        self.branch: nn.Module = Contractive(branch, coeff, norm=norm, seq_len=seq_len)
+        self.coeff = float(coeff)
+        self.mode = mode
+        if log_det == "causal":
+            check_causal(branch)
+        self.log_det_method = log_det or ("causal" if supports_causal(branch) else "roulette")
+        self.terms = terms
+        self.probes = probes
+        self.accelerate = accelerate
+        self.record: Record | None = None
+        self._baked_norm: str | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "record": None}
+
+    def norm_in_use(self) -> str:
+        """The norm that the branch contracts in: "l2", "token", "linf", or "self" in mode "causal"."""
+        return NORMS[int(self.derived(self._norm_index))]
+
+    def _norm_index(self) -> Tensor:
+        if isinstance(self.branch, Contractive):
+            return torch.tensor(NORMS.index(self.branch.norm_in_use()))
+        assert self._baked_norm is not None
+        return torch.tensor(NORMS.index(self._baked_norm))
+
+    def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+        """x + f(x), (B, T, D) -> (B, T, D); ``key_padding_mask`` (B, T) is True at padded tokens."""
+        _check_tokens(x)
+        return x + masked_branch(self.branch, x, layout.padding(key_padding_mask, x))
+
+    def inverse(
+        self,
+        y: Tensor,
+        key_padding_mask: Tensor | None = None,
+        *,
+        tol: float = 1e-6,
+        max_iter: int = 1000,
+    ) -> Tensor:
+        """The x with forward(x) = y, differentiable once; ``self.record`` says how it was found.
+
+        Runs without autocast, in the dtype of the weights. Not for torch.compile, which would unroll
+        the iterations for a minute and gain nothing: compile what lies around it.
+
+        Args:
+            y: (B, T, D), finite.
+            key_padding_mask: as in forward.
+            tol: tolerance of the error relative to max(1, max|y|), in the norm in use. Below what the
+                dtype can give, the inverse is as exact as it gets, and the record says how exact.
+            max_iter: most evaluations of the branch (mode "causal": for each token).
+
+        Raises:
+            NotConverged: the tolerance was not met.
+            ValueError: y has NaN or infinite entries.
+            RuntimeError: dropout is active.
+        """
+        x, self.record = self.inverse_with_record(y, key_padding_mask, tol=tol, max_iter=max_iter)
+        return x
+
+    def inverse_with_record(
+        self,
+        y: Tensor,
+        key_padding_mask: Tensor | None = None,
+        *,
+        tol: float = 1e-6,
+        max_iter: int = 1000,
+    ) -> tuple[Tensor, Record]:
+        """The inverse and its record; see :meth:`inverse`."""
+        _check_tokens(y)
+        self._refuse_dropout()
+        padding = layout.padding(key_padding_mask, y)
+
+        def fn(x: Tensor) -> Tensor:
+            return masked_branch(self.branch, x, padding)
+
+        def part(x: Tensor, index: Tensor) -> Tensor:
+            return masked_branch(self.branch, x, None if padding is None else padding[index])
+
+        with torch.autocast(y.device.type, enabled=False):
+            y = self._in_own_dtype(y)
+            tracked = torch.is_grad_enabled() and any(
+                t.requires_grad for t in (y, *self.branch.parameters())
+            )
+            if tracked and _is_frozen(self):
+                # What an outer freeze keeps must carry its gradient: computed here, not in the solve.
+                fn(y.detach())
+            with torch.no_grad(), frozen(self):
+                norm = self.norm_in_use()
+                x, record = self._solve(part, without_padding(y, padding), norm, tol, max_iter)
+                x = x if padding is None else torch.where(padding.unsqueeze(-1), y, x)
+            if not tracked:
+                return x, record
+
+            def solve_transposed(transposed: Branch, g: Tensor) -> Tensor:
+                return self._solve(transposed, g, norm, tol, max_iter, transpose=True)[0]
+
+            return attach_gradient(fn, y, x, solve_transposed), record
+
+    def _solve(
+        self,
+        branch: Branch,
+        y: Tensor,
+        norm: str,
+        tol: float,
+        max_iter: int,
+        *,
+        transpose: bool = False,
+    ) -> tuple[Tensor, Record]:
+        """Solves x + f(x) = y, or with the transposed Jacobian for f, at the certified rate."""
+        options: dict[str, Any] = {"tol": tol, "max_iter": max_iter, "accelerate": self.accelerate}
+        if norm != "self":
+            measure = (DUAL_MEASURES if transpose else MEASURES)[norm]
+            return solve_fixed_point(branch, y, rate=self.coeff, measure=measure, **options)
+        if not transpose:
+            return solve_causal(branch, y, rate=self.coeff, **options)
+        # Transposed, each token depends on later ones: causal in reverse order.
+        x, record = solve_causal(_reversed(branch), y.flip(1), rate=self.coeff, **options)
+        return x.flip(1), record
+
+    def forward_and_log_det(
+        self,
+        x: Tensor,
+        key_padding_mask: Tensor | None = None,
+        *,
+        method: str | None = None,
+        generator: torch.Generator | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """forward(x) and log|det dy/dx| (B,), from one evaluation of the branch at x."""
+        out, log_det = self._log_det(x, key_padding_mask, method, generator)
+        return x + out, log_det.value
+
+    def inverse_and_log_det(
+        self,
+        y: Tensor,
+        key_padding_mask: Tensor | None = None,
+        *,
+        method: str | None = None,
+        generator: torch.Generator | None = None,
+        tol: float = 1e-6,
+        max_iter: int = 1000,
+    ) -> tuple[Tensor, Tensor]:
+        """inverse(y) = x and log|det dx/dy| (B,), minus the log-determinant of forward at x."""
+        x = self.inverse(y, key_padding_mask, tol=tol, max_iter=max_iter)
+        return x, -self._log_det(x, key_padding_mask, method, generator)[1].value
+
+    def log_det(
+        self,
+        x: Tensor,
+        key_padding_mask: Tensor | None = None,
+        *,
+        method: str | None = None,
+        generator: torch.Generator | None = None,
+    ) -> LogDet:
+        """log|det dy/dx| at x with its error bound; see :func:`residual_log_det`."""
+        return self._log_det(x, key_padding_mask, method, generator)[1]
+
+    def _log_det(
+        self,
+        x: Tensor,
+        key_padding_mask: Tensor | None,
+        method: str | None,
+        generator: torch.Generator | None,
+    ) -> tuple[Tensor, LogDet]:
+        _check_tokens(x)
+        method = self.log_det_method if method is None else method
+        estimated = method in ("series", "roulette")
+        return residual_log_det(
+            self.branch,
+            x,
+            method=method,
+            rate=self.coeff,
+            key_padding_mask=key_padding_mask,
+            generator=generator if estimated else None,
+            terms=self.terms if estimated else None,
+            probes=self.probes,
+        )
+
+    def step(
+        self, x: Tensor, cache: Cache = None, key_padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, Cache]:
+        """forward of new tokens (B, T, D) of a causal block: their rows and the new cache."""
+        _check_tokens(x)
+        padding = layout.padding(key_padding_mask, x)
+        out, cache = step_module(self.branch, without_padding(x, padding), cache, padding)
+        return x + without_padding(same_shape(x, out), padding), cache
+
+    @torch.no_grad()
+    def inverse_step(
+        self,
+        y: Tensor,
+        cache: Cache = None,
+        key_padding_mask: Tensor | None = None,
+        *,
+        tol: float = 1e-6,
+        max_iter: int = 1000,
+    ) -> tuple[Tensor, Cache]:
+        """inverse of new tokens (B, T, D) of a causal block; earlier ones are not evaluated again.
+
+        Works in both modes, without gradients; the caches are those of :meth:`step`.
+
+        Returns:
+            The new tokens x and the cache to go on with.
+        """
+        _check_tokens(y)
+        self._refuse_dropout()
+        padding = layout.padding(key_padding_mask, y)
+
+        def branch(x: Tensor, index: Tensor) -> Tensor:
+            mask = None if padding is None else padding[index]
+            out, _ = step_module(self.branch, x, select_cache(cache, index), mask)
+            return without_padding(same_shape(x, out), mask)
+
+        with torch.autocast(y.device.type, enabled=False), frozen(self):
+            y = self._in_own_dtype(y)
+            clean = without_padding(y, padding)
+            x, self.record = self._solve(branch, clean, self.norm_in_use(), tol, max_iter)
+            _, cache = step_module(self.branch, x, cache, padding)
+        return x if padding is None else torch.where(padding.unsqueeze(-1), y, x), cache
+
+    def _refuse_dropout(self) -> None:
+        for name, part in self.branch.named_modules():
+            p = part.p if isinstance(part, _DropoutNd) else getattr(part, "dropout", 0.0)
+            if part.training and isinstance(p, float) and p > 0.0:
+                raise RuntimeError(
+                    f"dropout (p={p} in branch.{name}) makes forward random, so that it has no inverse: "
+                    "call .eval() before inverse, or build the branch without dropout"
+                )
+
+    def _in_own_dtype(self, y: Tensor) -> Tensor:
+        """y in the dtype of the weights, which may be wider (under autocast) but not narrower."""
+        own = next((p.dtype for p in self.branch.parameters() if p.is_floating_point()), y.dtype)
+        if torch.promote_types(own, y.dtype) != own:
+            raise ValueError(f"y must not be wider than the weights' dtype {own}, got {y.dtype}")
+        return y.to(own)
+
+    def extra_repr(self) -> str:
+        return f"coeff={self.coeff}, mode={self.mode!r}, log_det={self.log_det_method!r}"
+
+
+def _check_tokens(x: Tensor) -> None:
+    if not isinstance(x, Tensor) or x.ndim != 3 or not x.is_floating_point():
+        got = f"{tuple(x.shape)}, {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"an invertible block takes floating-point tokens (B, T, D), got {got}")
+
+
+def _is_frozen(module: nn.Module) -> bool:
+    return any(isinstance(part, Freezable) and part._freezing for part in module.modules())
+
+
+def _reversed(branch: Branch) -> Branch:
+    return lambda x, index: branch(x.flip(1), index).flip(1)
+
+
+@register_bound(InvertibleResidual)
+def _(module: InvertibleResidual, ask: Ask) -> Bound:
+    return weighted_sum((1.0, 1.0), (None, ask.child(module.branch, "branch")), "residual 1 + L")
+
+
+@register_bake(InvertibleResidual)
+def _(module: InvertibleResidual) -> nn.Module:
+    # The baked branch no longer knows its norm, which the inverse needs.
+    module._baked_norm = module.norm_in_use()
+    module.branch = bake_in_place(module.branch)
+    return module

@@ -1,0 +1,237 @@
+r"""x + f(x) = y for a causal f of which only each token's own map contracts (Theorem E).
+
+All tokens are iterated at once, but an earlier token that is still wrong can push later ones far away.
+So the solved prefix is locked, and tokens after the first unsolved one (the front) are held back where
+they run off. Given the locked tokens the front converges at the certified rate, whatever the others do;
+in the worst case the tokens are solved one after another.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+from lipformer.flows.solve.anderson import History
+from lipformer.flows.solve.fixed_point import (
+    PATIENCE,
+    ROUNDING,
+    SLACK,
+    Branch,
+    NotConverged,
+    Record,
+    check_problem,
+    largest_entry,
+)
+
+# Tokens after the front stay within this multiple of the sizes known so far.
+REACH = 4.0
+MEMORY = 8
+
+
+def solve_causal(
+    branch: Branch,
+    y: Tensor,
+    *,
+    rate: float,
+    tol: float = 1e-6,
+    max_iter: int = 1000,
+    accelerate: bool = True,
+) -> tuple[Tensor, Record]:
+    r"""Solves x + f(x) = y for each sample, f causal, its own-token maps contractions.
+
+    With the earlier tokens as returned, the error of token i is at most
+    :math:`\frac{1}{1-c} \|x_i + f_i(x) - y_i\|_2` (docs/theory, section 5): the record's
+    ``token_error``. A token is locked when that is at most ``tol`` times max(1, max|y|), or at the limit
+    of precision, and all earlier ones are locked.
+
+    Args:
+        branch: f, called with points (b, T, D) and the indices (b,) of their samples.
+        y: (B, T, D).
+        rate: :math:`c < 1`: :math:`f_i` contracts by it in token i, in the l2 norm.
+        tol: tolerance relative to max(1, max|y|).
+        max_iter: most evaluations of f for one token after the earlier ones are solved.
+        accelerate: use Anderson acceleration, token by token.
+
+    Returns:
+        x (B, T, D) and the record.
+
+    Raises:
+        NotConverged: some token needs more evaluations, or does not contract as promised.
+        ValueError: y is not finite, a number is out of its range, or f is not causal.
+    """
+    check_problem(y, rate, tol, max_iter)
+    batch, tokens = y.shape[:2]
+    solution = y.clone()
+    evaluations = torch.zeros(batch, dtype=torch.long, device=y.device)
+    residual, noise = (y.new_zeros(batch, tokens) for _ in range(2))
+    limit = tol * largest_entry(y)
+    state = _State.start(y, tol)
+    while state.index.numel() and tokens:
+        state = state.evaluate(branch, rate)
+        evaluations[state.index] += 1
+        spent = state.since >= max_iter
+        ended = (state.front == tokens) | spent
+        if bool(ended.any()):
+            index = state.index[ended]
+            solution[index], residual[index] = state.x[ended], state.size[ended]
+            noise[index] = state.noise[ended]
+            record = _record(evaluations, residual, noise, rate, not bool(spent.any()), limit)
+            if not record.converged:
+                raise NotConverged(record, max_iter)
+            _check_causal(state.size[ended], state.locked_size[ended], state.noise[ended])
+            state = state.select(~ended)
+        if state.index.numel():
+            state = state.advance(rate, accelerate)
+    return solution, _record(evaluations, residual, noise, rate, True, limit)
+
+
+def _record(
+    evaluations: Tensor, residual: Tensor, noise: Tensor, rate: float, good: bool, limit: Tensor
+) -> Record:
+    error = (residual + noise) / (1.0 - rate)
+    if not error.shape[1]:
+        return Record(evaluations, error.sum(1), error.sum(1), good, limit, error)
+    return Record(evaluations, residual.amax(1), error.amax(1), good, limit, error)
+
+
+def _check_causal(size: Tensor, locked: Tensor, noise: Tensor) -> None:
+    """A locked token whose residual changed depends on later ones: the promise would be void."""
+    moved = size > 2.0 * locked + 16.0 * noise
+    if bool(moved.any()):
+        raise ValueError(
+            f"the branch is not causal: {int(moved.sum())} solved tokens changed with later ones"
+        )
+
+
+@dataclass(frozen=True)
+class _State:
+    """The samples not yet solved (b, T, D), and how far each token has come (b, T).
+
+    Attributes:
+        index: their places in the batch.
+        y: right-hand sides.
+        x: points to evaluate next, final in the locked prefix.
+        limit: tolerance of the error (b, 1).
+        scale: max(1, max|y|) (b, 1).
+        size: latest residual of each token.
+        noise: its rounding.
+        locked_size: residual when the token was locked.
+        image: latest y - f(x).
+        best_size: smallest residual since the token came to the front or, later, since the start.
+        best_image: image there.
+        mark: residual that counts as progress once undercut, ``waited`` evaluations ago.
+        first: residual when the token came to the front.
+        front: number of locked tokens (b,).
+        since: evaluations since the front moved (b,).
+        history: past points of each token, (b T) problems.
+    """
+
+    index: Tensor
+    y: Tensor
+    x: Tensor
+    limit: Tensor
+    scale: Tensor
+    size: Tensor
+    noise: Tensor
+    locked_size: Tensor
+    image: Tensor
+    best_size: Tensor
+    best_image: Tensor
+    mark: Tensor
+    waited: Tensor
+    first: Tensor
+    front: Tensor
+    since: Tensor
+    history: History | None = None
+
+    @classmethod
+    def start(cls, y: Tensor, tol: float) -> _State:
+        index = torch.arange(y.shape[0], device=y.device)
+        zero = y.new_zeros(y.shape[:2])
+        far = torch.full_like(zero, torch.inf)
+        scale = largest_entry(y)[:, None]
+        count = torch.zeros_like(index)
+        waited = torch.zeros_like(zero, dtype=torch.long)
+        return cls(
+            index, y, y, tol * scale, scale, far, zero, far, y, far, y, far, waited, far, count, count
+        )
+
+    def evaluate(self, branch: Branch, rate: float) -> _State:
+        """Runs the branch once and locks the prefix that is solved at this point."""
+        value = branch(self.x, self.index)
+        image = self.y - value
+        residual = image - self.x
+        size = residual.norm(dim=-1)
+        size = torch.where(torch.isfinite(size), size, torch.inf)
+        eps = torch.finfo(self.y.dtype).eps
+        noise = ROUNDING * eps * (self.y.abs() + self.x.abs() + value.abs()).norm(dim=-1)
+        progress = size <= self.mark
+        mark = torch.where(progress, size * rate ** (PATIENCE / 2), self.mark)
+        waited = torch.where(progress, 0, self.waited + 1)
+
+        stalled = (waited >= PATIENCE) & (size <= 16.0 * noise) & torch.isfinite(size)
+        solved = (size <= (1.0 - rate) * self.limit) | stalled
+        place = torch.arange(size.shape[1], device=size.device)
+        locked = place < self.front[:, None]
+        front = (solved | locked).long().cumprod(1).sum(1)
+        moved = front > self.front
+        now_locked = place < front[:, None]
+        at_front = place == front[:, None]
+
+        better = size < self.best_size
+        # The token that comes to the front starts afresh: before, it solved another equation.
+        afresh = at_front & moved[:, None]
+        unsettled = afresh & (size > 16.0 * noise)
+        flat = image.flatten(0, 1), residual.flatten(0, 1)
+        if self.history is None:
+            history = History.start(*flat, memory=MEMORY)
+        else:
+            history = self.history.add(*flat).clear(afresh.flatten())
+        return replace(
+            self,
+            size=size,
+            noise=noise,
+            locked_size=torch.where(now_locked & ~locked, size, self.locked_size),
+            image=image,
+            best_size=torch.where(better | afresh, size, self.best_size),
+            best_image=torch.where((better | afresh)[..., None], image, self.best_image),
+            mark=torch.where(unsettled, size * rate ** (PATIENCE / 2), mark),
+            waited=torch.where(unsettled, 0, waited),
+            first=torch.where(afresh | torch.isinf(self.first), size, self.first),
+            front=front,
+            since=torch.where(moved, 0, self.since + 1),
+            history=history,
+        )
+
+    def select(self, kept: Tensor) -> _State:
+        """The samples of a mask."""
+        if bool(kept.all()):
+            return self
+        names = [f.name for f in fields(self) if f.name != "history"]
+        tensors = {name: getattr(self, name)[kept] for name in names}
+        rows = kept.repeat_interleave(self.y.shape[1])
+        return replace(
+            self, **tensors, history=None if self.history is None else self.history.select(rows)
+        )
+
+    def advance(self, rate: float, accelerate: bool) -> _State:
+        """The next points: locked tokens stay, the front is safeguarded, later tokens held back."""
+        place = torch.arange(self.size.shape[1], device=self.size.device)
+        locked = (place < self.front[:, None])[..., None]
+        at_front = place == self.front[:, None]
+        following = torch.where(at_front[..., None], self.best_image, self.image)
+        if accelerate and self.history is not None and self.history.count:
+            point = self.history.next_point()[0].view_as(self.y)
+            due = self.first * rate ** (self.since[:, None] - SLACK).to(self.first.dtype)
+            ahead = (self.best_size <= due) | ~at_front
+            ahead = ahead & torch.isfinite(point).all(-1)
+            following = torch.where(ahead[..., None], point, following)
+        known = torch.where(locked, self.x.abs(), 0.0).flatten(1).amax(1)[:, None]
+        reach = REACH * torch.maximum(self.scale, known)
+        # Not <=, so that NaN is held back too. The front itself may go as far as it must.
+        wild = ~(following.abs().amax(-1) <= reach)
+        wild = wild & (~at_front | ~torch.isfinite(following).all(-1))
+        following = torch.where(wild[..., None], self.y, following)
+        return replace(self, x=torch.where(locked, self.x, following))

@@ -1,0 +1,326 @@
+r"""Fixed points x = y - f(x) of a contraction f, with an error bound that is a promise.
+
+Anderson acceleration is used as far as it keeps up with the certified rate; where it does not, the
+next point is a plain step from the best point so far, which the rate guarantees. A sample that has
+converged is taken out: it costs nothing more and changes no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+from lipformer.flows.solve.anderson import History
+from lipformer.flows.solve.norms import Measure
+
+# How many evaluations acceleration may lie behind plain steps before it is given up.
+SLACK = 2
+# It must be faster than plain steps by this power of their reduction, to be worth its risk.
+EDGE = 1.2
+# How often it is tried.
+TRIALS = 2
+# A combination of past points must beat what unrelated directions would give by this factor.
+GAIN = 0.2
+# A residual near the precision that has not fallen in so many evaluations is rounding.
+PATIENCE = 6
+# Rounding of one evaluation of x + f(x) - y, in units of eps times the size of its terms.
+ROUNDING = 4.0
+
+Branch = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a solve did.
+
+    Attributes:
+        evaluations: evaluations of the branch for each sample (B,).
+        residual: size of x + f(x) - y at the last evaluation (B,), in the norm of the rate.
+        error_bound: promised bound of the error of x (B,), in that norm, rounding allowed for. In
+            causal mode the largest of ``token_error``.
+        converged: whether every sample met its tolerance or the limit of its precision.
+        tolerance: the error allowed (B,), tol times max(1, max|y|).
+        token_error: causal mode: bound (B, T) of each token's error given the earlier tokens.
+    """
+
+    evaluations: Tensor
+    residual: Tensor
+    error_bound: Tensor
+    converged: bool
+    tolerance: Tensor
+    token_error: Tensor | None = None
+
+    @property
+    def iterations(self) -> int:
+        """The largest number of evaluations of any sample."""
+        return int(self.evaluations.max()) if self.evaluations.numel() else 0
+
+    @property
+    def met_tolerance(self) -> bool:
+        """Whether the promised error is within the tolerance: False at the limit of precision."""
+        return bool((self.error_bound <= self.tolerance).all())
+
+
+class NotConverged(RuntimeError):
+    """A solve that ran out of evaluations. Its ``record`` says how far it came."""
+
+    def __init__(self, record: Record, max_iter: int) -> None:
+        self.record = record
+        residual, error = float(record.residual.max()), float(record.error_bound.max())
+        super().__init__(
+            f"no convergence in max_iter={max_iter} evaluations: residual {residual:.3g}, "
+            f"error bound {error:.3g}; allow more evaluations, a larger tol, or use a smaller coeff"
+        )
+
+
+def check_problem(y: Tensor, rate: float, tol: float, max_iter: int) -> None:
+    """Raises ValueError unless the problem can be solved."""
+    if not 0.0 < rate < 1.0:
+        raise ValueError(f"rate must lie between 0 and 1, got {rate!r}")
+    if isinstance(tol, bool) or not isinstance(tol, (int, float)):
+        raise TypeError(f"tol must be a number, got {tol!r}")
+    if not 0.0 <= tol < float("inf"):
+        raise ValueError(f"tol must be at least 0 and finite, got {tol!r}")
+    if isinstance(max_iter, bool) or not isinstance(max_iter, int) or max_iter < 1:
+        raise ValueError(f"max_iter must be an integer >= 1, got {max_iter!r}")
+    bad = int((~torch.isfinite(y)).sum())
+    if bad:
+        raise ValueError(f"y must be finite, got {bad} NaN or infinite entries of {y.numel()}")
+
+
+def largest_entry(y: Tensor) -> Tensor:
+    """max(1, max|y|) of each sample, (B, *) -> (B,): what tolerances are relative to."""
+    if y.numel() == 0:
+        return y.new_ones(y.shape[0])
+    return y.flatten(1).abs().amax(1).clamp_min(1.0)
+
+
+def solve_fixed_point(
+    branch: Branch,
+    y: Tensor,
+    *,
+    rate: float,
+    measure: Measure,
+    tol: float = 1e-6,
+    max_iter: int = 1000,
+    accelerate: bool = True,
+) -> tuple[Tensor, Record]:
+    r"""Solves x + f(x) = y for each sample.
+
+    For a plain step :math:`x' = y - f(x)` the error is at most
+    :math:`\frac{c}{1-c}\,\|x + f(x) - y\|` (docs/theory, section 5), whatever x is; the solve stops
+    when that is at most ``tol`` times max(1, max|y|). A tolerance below the precision of y is no
+    error: the solve then goes to the limit of precision, and ``error_bound`` says where that is.
+
+    Args:
+        branch: f, called with points (b, *) and the indices (b,) of their samples.
+        y: (B, *), at least one entry per sample.
+        rate: :math:`c < 1`, certified: f contracts by it in the norm that ``measure`` computes.
+        measure: the norm of each sample, (b, *) -> (b,).
+        tol: tolerance relative to max(1, max|y|).
+        max_iter: most evaluations of f for a sample.
+        accelerate: use Anderson acceleration.
+
+    Returns:
+        x (B, *) and the record.
+
+    Raises:
+        NotConverged: some sample needs more evaluations, or f does not contract as promised.
+        ValueError: y is not finite, or a number is out of its range.
+    """
+    check_problem(y, rate, tol, max_iter)
+    count = y.shape[0]
+    solution = y.clone()
+    evaluations = torch.zeros(count, dtype=torch.long, device=y.device)
+    residual, noise = (torch.zeros(count, dtype=y.dtype, device=y.device) for _ in range(2))
+    limit = tol * largest_entry(y)
+    state = _State.start(y, limit)
+    if y.numel() == 0:
+        state = state.select(torch.zeros_like(state.index, dtype=torch.bool))
+    for k in range(max_iter):
+        if state.index.numel() == 0:
+            break
+        state = state.evaluate(branch, measure, rate)
+        evaluations[state.index] = k + 1
+        if k == 0 and not bool(torch.isfinite(state.size).all()):
+            raise ValueError(
+                f"the branch overflows {y.dtype} at y (largest entry {float(y.abs().max()):.3g}): "
+                "rescale y, use a wider dtype, and look whether the weights are finite"
+            )
+        done = rate / (1.0 - rate) * state.best_size <= state.limit
+        done = done | ((state.waited >= PATIENCE) & (state.best_size <= 16.0 * state.noise))
+        if bool(done.any()) or k + 1 == max_iter:
+            solution[state.index] = state.best_image
+            residual[state.index] = state.best_size
+            noise[state.index] = state.noise
+            state = state.select(~done)
+        if state.index.numel():
+            state = state.remember().advance() if accelerate else state.plain()
+    error = (rate * residual + noise) / (1.0 - rate)
+    record = Record(evaluations, residual, error, state.index.numel() == 0, limit)
+    if not record.converged:
+        raise NotConverged(record, max_iter)
+    return solution, record
+
+
+@dataclass(frozen=True)
+class _State:
+    """The samples not yet solved, of shape (b, *), and how far each has come, (b,).
+
+    Attributes:
+        index: their places in the batch.
+        y: right-hand sides.
+        x: points to evaluate next.
+        limit: tolerance of the error.
+        image: latest y - f(x).
+        size: latest residual, ``last`` the one before.
+        best_size: smallest residual, at the point with the image ``best_image``.
+        mark: residual that counts as progress once undercut, ``waited`` evaluations ago.
+        noise: rounding of the best residual.
+        spread: sum of the inverse squares of the residuals' l2 norms since the history began.
+        pace: reduction by the last plain step before acceleration, 0 while steps are plain.
+        due: residual that plain steps at that pace would have reached, SLACK evaluations ago.
+        trials: how often acceleration may still be tried.
+        history: past points.
+    """
+
+    index: Tensor
+    y: Tensor
+    x: Tensor
+    limit: Tensor
+    image: Tensor
+    size: Tensor
+    last: Tensor
+    best_size: Tensor
+    best_image: Tensor
+    mark: Tensor
+    waited: Tensor
+    noise: Tensor
+    spread: Tensor
+    pace: Tensor
+    due: Tensor
+    trials: Tensor
+    history: History | None = None
+
+    @classmethod
+    def start(cls, y: Tensor, limit: Tensor) -> _State:
+        index = torch.arange(y.shape[0], device=y.device)
+        count = torch.zeros_like(index)
+        zero = y.new_zeros(y.shape[0])
+        far = torch.full_like(zero, torch.inf)
+        return cls(
+            index,
+            y,
+            x=y,
+            limit=limit,
+            image=y,
+            size=far,
+            last=far,
+            best_size=far,
+            best_image=y,
+            mark=far,
+            waited=count,
+            noise=zero,
+            spread=zero,
+            pace=zero,
+            due=zero,
+            trials=count + TRIALS,
+        )
+
+    def evaluate(self, branch: Branch, measure: Measure, rate: float) -> _State:
+        """Runs the branch once and keeps the best point by its residual."""
+        value = branch(self.x, self.index)
+        image = self.y - value
+        residual = image - self.x
+        size = measure(residual)
+        size = torch.where(torch.isfinite(size), size, torch.inf)
+        better = size < self.best_size
+        eps = torch.finfo(self.y.dtype).eps
+        noise = ROUNDING * eps * measure(self.y.abs() + self.x.abs() + value.abs())
+        progress = size <= self.mark
+        return replace(
+            self,
+            image=image,
+            size=size,
+            last=self.size,
+            best_size=torch.where(better, size, self.best_size),
+            best_image=torch.where(_wide(better, image), image, self.best_image),
+            mark=torch.where(progress, size * rate ** (PATIENCE / 2), self.mark),
+            waited=torch.where(progress, 0, self.waited + 1),
+            noise=torch.where(better, noise, self.noise),
+        )
+
+    def remember(self) -> _State:
+        """The state with its latest point in the history."""
+        image = self.image.flatten(1)
+        residual = image - self.x.flatten(1)
+        least = torch.finfo(image.dtype).tiny ** 0.5
+        return replace(
+            self,
+            spread=self.spread + residual.norm(dim=1).clamp_min(least).pow(-2),
+            history=(
+                History.start(image, residual)
+                if self.history is None
+                else self.history.add(image, residual)
+            ),
+        )
+
+    def select(self, kept: Tensor) -> _State:
+        """The samples of a mask."""
+        if bool(kept.all()):
+            return self
+        names = [f.name for f in fields(self) if f.name != "history"]
+        tensors = {name: getattr(self, name)[kept] for name in names}
+        history = None if self.history is None else self.history.select(kept)
+        return replace(self, **tensors, history=history)
+
+    def plain(self) -> _State:
+        """A plain step, from the best point where the latest is lost."""
+        lost = ~(self.size <= 2.0 * self.best_size)
+        return replace(self, x=torch.where(_wide(lost, self.image), self.best_image, self.image))
+
+    def advance(self) -> _State:
+        """The next points: accelerated where that is ahead of plain steps, else plain from the best.
+
+        Plain steps come first; their points span the space that acceleration searches, so that
+        nothing is lost. It begins when a combination of them has a residual clearly smaller than if
+        their residuals were orthogonal, spread**-1/2, as those of a rotation nearly are:
+        there it gains nothing in the end. It is given up where it falls behind the pace of the plain
+        steps before it.
+        """
+        history = self.history
+        if history is None or not history.count:
+            return self.plain()
+        # Late in a solve chance correlations are frequent, so it is looked for ever more rarely.
+        look = history.count <= 8 or history.count.bit_count() == 1
+        if not look and not bool((self.pace > 0).any()):
+            return self.plain()
+        point, rest = (part.view_as(self.y) for part in history.next_point())
+        running = self.pace > 0
+        due = torch.where(running, torch.minimum(self.due * self.pace, self.size), self.due)
+        failed = running & ~(self.best_size <= due * self.pace**-SLACK)
+        # k random directions of n shrink any residual by this factor; all n of them, to zero.
+        k, n = min(history.count, history.steps.shape[1]), history.image.shape[1]
+        chance = (1.0 - k / n) ** 0.5 if k < n else torch.inf
+        promising = rest.flatten(1).norm(dim=1) < GAIN * chance * self.spread.rsqrt()
+        begins = ~running & promising & look & (self.trials > 0) & (self.size < self.last)
+        goes = (running & ~failed) | begins
+        goes = goes & torch.isfinite(point.flatten(1)).all(1)
+        plain = torch.where(_wide(running, point), self.best_image, self.plain().x)
+        pace = torch.where(begins, (self.size / self.last) ** EDGE, self.pace)
+        return replace(
+            self,
+            x=torch.where(_wide(goes, point), point, plain),
+            spread=torch.where(failed, 0.0, self.spread),
+            pace=torch.where(goes, pace, 0.0),
+            due=torch.where(begins, self.size, due),
+            trials=self.trials - begins.long(),
+            history=history.clear(failed),
+        )
+
+
+def _wide(mask: Tensor, like: Tensor) -> Tensor:
+    return mask.view(-1, *[1] * (like.ndim - 1))

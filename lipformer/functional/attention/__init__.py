@@ -1,0 +1,1 @@
+"""L2 self-attention on torch's fused kernels, and the weights it gives."""

@@ -1,0 +1,207 @@
+"""The gain of L2 attention: a bound of the Lipschitz constant of Z -> P(Z) Z for one head."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+
+from torch import Tensor
+
+from lipformer.functional.attention.checks import check_window
+from lipformer.functional.gain.closed_form import closed_form, kim2021, theorem_a, theorem_b, theorem_c
+from lipformer.functional.gain.dense_bias import (
+    check_bias,
+    dense_theorem_c,
+    dense_theorem_c_plus,
+    dense_theorem_d,
+    dense_theorem_e,
+    logit_biases,
+    structured_mask,
+)
+from lipformer.functional.gain.pointwise import theorem_c_plus
+from lipformer.functional.gain.rows import check_tokens_count, log_mass, theorem_d, theorem_e
+from lipformer.functional.gain.weighted import (
+    theorem_a_plus,
+    theorem_a_plus_plus,
+    theorem_b_plus,
+    theorem_b_plus_plus,
+)
+
+NORMS = ("l2", "token", "self")
+# Never the smallest (the tests compare), so not worth their time when the smallest is asked for.
+_DOMINATED = {"A", "B", "B+", "C", "kim2021"}
+# Theorem A+ can be the smallest for few keys, C+ for few keys or steep ALiBi; else A++ and B++ are.
+_FEW_KEYS = 16
+_STEEP_SLOPE = 1 / 24
+
+
+def l2_gain(
+    n: float,
+    *,
+    norm: str = "l2",
+    is_causal: bool = False,
+    window: int | None = None,
+    slope: float | None = None,
+    bias: Tensor | None = None,
+    theorem: str | None = None,
+) -> float:
+    r"""Bounds the Lipschitz constant of one head of L2 attention from above.
+
+    The head maps :math:`Z \in \mathbb{R}^{N \times d}` to P(Z) Z, where :math:`P_{ij}` is
+    proportional to :math:`\exp(b_{ij} - t \|z_i - z_j\|^2)`. The bound holds for every d, every
+    input and every temperature t > 0. Theorems A to E are those of docs/theory, section 2; A++ and
+    B++ are proved in `_gain_weighted`, C+ in `_gain_pointwise`.
+
+    ========= ================================= ==================================================
+    norm      applies to                        theorems
+    ========= ================================= ==================================================
+    "l2"      no mask                           A, A+, A++, closed, C, C+, kim2021
+    "l2"      causal, window                    B, B+, B++, closed, C, C+, kim2021 (no window)
+    "l2"      causal with slope                 B, B+, B++, C, C+
+    "l2"      bias                              C, C+
+    "token"   any mask and bias                 D
+    "self"    any mask and bias                 E
+    ========= ================================= ==================================================
+
+    Args:
+        n: Number of tokens, an integer >= 1, or ``math.inf`` for any length: then the gain is
+            finite only with a window or a slope.
+        norm: "l2" (Frobenius norm over all tokens), "token" (the largest Euclidean norm of a
+            token) or "self" (a token's effect on itself, the diagonal blocks of the Jacobian).
+        is_causal: Query i sees the keys j <= i.
+        window: Query i sees the `window` latest keys, its own included; needs ``is_causal``.
+        slope: Causal ALiBi, :math:`b_{ij} = -\mathrm{slope}\,(i - j)`; needs ``is_causal``; 0 means
+            none.
+        bias: Tensor broadcastable to (*, N, N), added to the logits and to the masks above; -inf
+            hides a key. A non-zero diagonal is subtracted from its row. A batch gets its largest
+            gain. Its values are read, so this synchronises and does not run under torch.compile.
+        theorem: None for the smallest of all theorems that apply, or the name of one. Without bias
+            or slope "C" and "C+" are the bounds for any 0/1 mask that keeps the diagonal and has
+            at most n ones in a row or column. "kim2021" is the published value.
+
+    Returns:
+        The gain as a float, rounded up: never below the truth.
+
+    Example:
+        >>> l2_gain(64) < 11.1
+        True
+        >>> round(l2_gain(256, norm="token"), 2)
+        12.83
+        >>> round(l2_gain(math.inf, is_causal=True, slope=0.25), 2)
+        4.05
+    """
+    n = check_tokens_count(n)
+    if norm not in NORMS:
+        raise ValueError(f"norm must be one of {', '.join(map(repr, NORMS))}, got {norm!r}")
+    check_window(window, is_causal)
+    slope = _check_slope(slope, is_causal)
+    keys = float(n if window is None else min(n, window))
+    windowed = keys < n
+    if bias is None:
+        _check_theorem(_scalar_theorems(keys, norm, is_causal, windowed, slope), theorem, norm)
+        return _scalar_gain(keys, norm, is_causal, windowed, slope, theorem)
+    check_bias(bias, n)
+    biases = logit_biases(bias, int(n), is_causal, keys, slope)
+    return max(_dense_gain(b, norm, theorem) for b in biases)
+
+
+def _check_slope(slope: float | None, is_causal: bool) -> float:
+    """Returns the slope as a float, 0 for None; raises unless it is a causal ALiBi slope."""
+    if slope is None:
+        return 0.0
+    value = float(slope)
+    if not 0 <= value < math.inf:
+        raise ValueError(f"slope must be a finite number >= 0, got {slope!r}")
+    if value and not is_causal:
+        raise ValueError(f"slope={slope} (ALiBi) is causal: it needs is_causal=True, got False")
+    return value
+
+
+Theorems = dict[str, Callable[[], float]]
+
+
+def _scalar_theorems(keys: float, norm: str, is_causal: bool, windowed: bool, slope: float) -> Theorems:
+    """Lists the theorems that apply without a dense bias, each ready to be evaluated."""
+    if norm == "token":
+        return {"D": lambda: theorem_d(log_mass(keys, slope))}
+    if norm == "self":
+        return {"E": lambda: theorem_e(log_mass(keys, slope))}
+    any_mask: Theorems = {
+        "C": lambda: theorem_c(keys, slope),
+        "C+": lambda: theorem_c_plus(keys, slope),
+    }
+    published: Theorems = {} if windowed or slope else {"kim2021": lambda: kim2021(keys)}
+    closed: Theorems = {} if slope else {"closed": lambda: closed_form(keys, is_causal)}
+    if not is_causal:
+        return {
+            "A": lambda: theorem_a(keys),
+            "A+": lambda: theorem_a_plus(keys),
+            "A++": lambda: theorem_a_plus_plus(keys),
+            **any_mask,
+            **closed,
+            **published,
+        }
+    return {
+        "B": lambda: theorem_b(keys, slope),
+        "B+": lambda: theorem_b_plus(keys, slope),
+        "B++": lambda: theorem_b_plus_plus(keys, slope),
+        **any_mask,
+        **closed,
+        **published,
+    }
+
+
+def _check_theorem(theorems: Theorems, theorem: str | None, norm: str) -> None:
+    """Raises unless ``theorem`` is None or one of those that apply."""
+    if theorem is not None and theorem not in theorems:
+        raise ValueError(
+            f"theorem must be None or one that applies to norm={norm!r} with this mask: "
+            f"{', '.join(map(repr, theorems))}; got {theorem!r}"
+        )
+
+
+def _scalar_gain(
+    keys: float, norm: str, is_causal: bool, windowed: bool, slope: float, theorem: str | None
+) -> float:
+    """The gain without a dense bias, a constant for torch.compile."""
+    return _cached_gain(keys, norm, is_causal, windowed, slope, theorem)
+
+
+# What torch.compiler.assume_constant_result sets; calling that here would import the compiler.
+_scalar_gain._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@functools.lru_cache(maxsize=4096)
+def _cached_gain(
+    keys: float, norm: str, is_causal: bool, windowed: bool, slope: float, theorem: str | None
+) -> float:
+    """The gain without a dense bias; one row sees at most `keys` keys."""
+    if keys == 1:
+        return 1.0  # every token sees itself alone, P = I
+    if keys == math.inf and slope == 0:
+        return math.inf
+    theorems = _scalar_theorems(keys, norm, is_causal, windowed, slope)
+    if theorem is not None:
+        return theorems[theorem]()
+    skipped = set(_DOMINATED)  # leaving a theorem out keeps the minimum valid
+    if keys > _FEW_KEYS:
+        skipped |= {"A+"} if slope >= _STEEP_SLOPE else {"A+", "C+"}
+    return min(evaluate() for name, evaluate in theorems.items() if name not in skipped)
+
+
+def _dense_gain(b: Tensor, norm: str, theorem: str | None) -> float:
+    """The gain for one (N, N) matrix of logit biases, own entries -inf."""
+    theorems: Theorems = {
+        "l2": {"C": lambda: dense_theorem_c(b), "C+": lambda: dense_theorem_c_plus(b)},
+        "token": {"D": lambda: dense_theorem_d(b)},
+        "self": {"E": lambda: dense_theorem_e(b)},
+    }[norm]
+    _check_theorem(theorems, theorem, norm)
+    if theorem is not None:
+        return theorems[theorem]()
+    gain = min(evaluate() for evaluate in theorems.values())
+    mask = structured_mask(b)
+    if mask is None:
+        return gain
+    return min(gain, _scalar_gain(float(b.shape[-1]), norm, mask == "causal", False, 0.0, None))

@@ -1,0 +1,281 @@
+r"""The gain in the l2 norm with row weights: Theorems A+, B+ and, sharper for most n, A++ and B++.
+
+A+ and B+ are proved in docs/theory. A++ and B++ treat a token's own block apart:
+
+**Theorems A++ and B++.** Let J be the Jacobian of Z -> P(Z) Z. For every x > 0
+
+.. math:: G_2 \le G_{self} + \sqrt Q, \qquad
+    Q = \max_j \sum_{i \ne j} \theta_i P_{ij} (1 + \tfrac4x s_{ij}^2), \qquad
+    \theta = 1 - \tfrac1D + x h(D),
+
+with :math:`G_{self}` of Theorem E and Q bounded by `unmasked_column` and `causal_column`.
+
+Proof. The diagonal blocks of J are a block diagonal matrix of norm at most :math:`G_{self}`. The
+others are :math:`J_{ij} = P_{ij} (I + 2 (z_j - g_i)(z_i - z_j)^\top)`. For a unit vector a, by
+Cauchy-Schwarz of :math:`(a, \sqrt x\, a \cdot (z_j - g_i))` with
+:math:`(dz_j, \tfrac{2}{\sqrt x} (z_i - z_j) \cdot dz_j)` over the :math:`j \ne i`,
+
+.. math:: \Big(a \cdot \sum_{j \ne i} J_{ij} dz_j\Big)^2 \le \theta_i \sum_{j \ne i} P_{ij}
+    \left(|dz_j|^2 + \tfrac4x ((z_i - z_j) \cdot dz_j)^2\right),
+
+because :math:`\sum_{j \ne i} P_{ij} (1 + x (a \cdot (z_j - g_i))^2)` is at most
+:math:`1 - P_{ii} + x\, a^\top C_i a`, with :math:`P_{ii} = 1/D_i` and
+:math:`\|C_i\| \le h(D_i)`. Sum over i and collect :math:`|dz_j|^2`. What
+this gains over A+ and B+: the weight vanishes as D tends to 1, where a token sees only itself, and
+one row less is counted.
+
+The column sums of Theorems A+, B+ (own key inside) and A++, B++ (own key apart).
+
+For row weights :math:`\theta_i` and a free x > 0, both bound
+
+.. math:: Q = \max_j \sum_i \theta_i P_{ij} (1 + \tfrac{4}{x} s_{ij}^2) = \max_j (S + 4c/x),
+
+where :math:`s_{ij} = v_j \cdot (z_i - z_j)` for a unit vector :math:`v_j`. With the own key inside,
+:math:`\theta = 1 + x h(D)` and i runs over all rows; with the own key apart,
+:math:`\theta = 1 - 1/D + x h(D)` and i runs over the rows other than j. Here
+:math:`h(D) = (1 - 1/D) L`, :math:`L = \ln(B/(D-1))`, which bounds :math:`\|C_i\|` for a row of mass
+B: :math:`\operatorname{tr} C_i \le \frac1D \sum_j k_j (b_j - \ln k_j)` with
+:math:`k_j = e^{b_j} K_{ij}` and :math:`\sum_{j \ne i} k_j = D - 1`, which Gibbs' inequality bounds.
+"""
+
+from __future__ import annotations
+
+import math
+
+from lipformer.functional.gain.maxima import (
+    MIN_LOG_MASS,
+    Term,
+    best_x,
+    max_of_terms,
+    product,
+    sample_rows,
+)
+from lipformer.functional.gain.rows import log_mass, round_up, spread, theorem_e
+
+# Terms (c, p, q, s) in u = D - 1: theta with the own key apart, 1/D, 1 - 1/D and (D - 1)/D^2.
+_APART: list[Term] = [(1.0, 1, 1, 1)]
+_INVERSE: list[Term] = [(1.0, 0, 0, 1)]
+_COMPLEMENT: list[Term] = [(1.0, 1, 0, 1)]
+_NEIGHBOURS: list[Term] = [(1.0, 1, 0, 2)]
+
+# max over t of e^-t (1 + 2t + 2t^2 + 4t^3/3) is 3.2487 (docs/theory, A+ step 4).
+_ETA = 3.25
+
+
+def theta_terms(own: bool) -> list[Term]:
+    """The row weight theta as terms; `own` says whether the own key is inside the sum."""
+    return _APART + _INVERSE if own else _APART
+
+
+def max_ratio(own: bool, x: float, log_b: float) -> float:
+    r"""Bounds :math:`r = \max_D \theta / D`."""
+    return max_of_terms(product(theta_terms(own), _INVERSE), x, log_b)
+
+
+def unmasked_column(rows: float, log_b: float, own: bool) -> float:
+    r"""Bounds Q without a mask, by the smaller of two ways, each with its best x.
+
+    With :math:`a_i = \theta_i / D_i` and the kernel's features :math:`u_i`, docs/theory A+ (3) and
+    (4) give, for :math:`w = \sum_i a_i u_i`,
+
+    .. math::
+        S^2 + 2 c^2 \le \|w\|^2 \le \mathrm{rows} \max_D \theta^2 / D, \qquad
+        S^2 + 2 c^2 \le \mathrm{rows} \max_D \theta^2 (D-1)/D^2 + \beta S,
+
+    :math:`\beta = 3.25\, r`. With the own key apart, :math:`\sum_{l \ne i, j} K_{il}` is
+    :math:`D_i - 1 - K_{ij}`, not :math:`D_i - 1`, and :math:`\eta - k \le 2.25\, k` replaces
+    :math:`\eta \le 3.25\, k`, so that :math:`\beta = 2.25\, r`.
+    """
+    log_b = max(log_b, MIN_LOG_MASS)
+    samples = sample_rows(log_b)
+    inside = 1.0 if own else 0.0
+    eta = _ETA if own else _ETA - 1
+    squared = product(theta_terms(own), theta_terms(own))
+
+    def by_norm(x: float, g1: float) -> float:
+        return math.sqrt((1 + 8 / x**2) * rows * g1)
+
+    def by_powers(x: float, r: float, g2: float) -> float:
+        beta = eta * r
+        return beta / 2 + math.sqrt((1 + 8 / x**2) * (rows * g2 + beta**2 / 4))
+
+    def thetas(x: float) -> list[tuple[float, float]]:
+        return [(d, (1 - d) * (1 + x * big_l) + inside * d) for d, big_l in samples]
+
+    def sampled_norm(x: float) -> float:
+        return by_norm(x, max(t * t * d for d, t in thetas(x)))
+
+    def sampled_powers(x: float) -> float:
+        weights = thetas(x)
+        r = max(inside, max(t * d for d, t in weights))
+        return by_powers(x, r, max(t * t * d * (1 - d) for d, t in weights))
+
+    x, y = best_x(sampled_norm), best_x(sampled_powers)
+    results = []
+    if sampled_norm(x) < 1.01 * sampled_powers(y):
+        results.append(by_norm(x, max_of_terms(product(squared, _INVERSE), x, log_b)))
+    if sampled_powers(y) < 1.01 * sampled_norm(x):
+        g2 = max_of_terms(product(squared, _NEIGHBOURS), y, log_b)
+        results.append(by_powers(y, max_ratio(own, y, log_b), g2))
+    return min(results)
+
+
+def causal_column(rows: float, slope: float, log_b: float, own: bool) -> float:
+    r"""Bounds Q for a causal mask, with ALiBi if slope > 0, each with its best x.
+
+    ALiBi multiplies the kernel by :math:`e^{-\mathrm{slope} |i-j|}`, which is positive definite
+    with unit diagonal, so that it has features too. Cut the rows that see j into blocks of l. In a
+    block that starts at row o, :math:`e^{-\mathrm{slope}(i-j)} = f \langle f_i, f_o \rangle` with
+    :math:`f = e^{-\mathrm{slope}(o-j)}`, so the block's part of (S, c) is f times that of a kernel
+    without decay before o, to which docs/theory B+ (3) applies: adding the rows in token order,
+    :math:`\|w\|^2` grows by at most :math:`M = \max_D 2 r \theta (1-1/D) + (\theta/D)^2` a row.
+
+    * Own key inside: :math:`Q \le \sqrt{(1+8/x^2) M} \sum f \sqrt l`, the first block at o = j.
+    * Own key apart, the first block at o = j + 1: j is in no block, so
+      :math:`\langle u_i, w_{i-1} \rangle \le r (D_i - 1 - e^{-\mathrm{slope}(i-j)} K_{ij})`, and
+      with the block's :math:`S', c'` before the factor f,
+      :math:`S'^2 + 2 c'^2 \le l M - 2 r f S'`, that is
+      :math:`(S' + r f)^2 + 2 c'^2 \le l M + r^2 f^2`. Hence
+      :math:`Q \le \sum f \left(\sqrt{(1+8/x^2)(l M + r^2 f^2)} - r f\right)`.
+
+    Args:
+        rows: Number of rows that see a key, its own row included if `own`; may be ``math.inf``.
+        slope: The ALiBi slope; 0 means none and needs finite rows.
+        log_b: ln B.
+        own: Whether the own key is inside the sum.
+    """
+    log_b = max(log_b, MIN_LOG_MASS)
+    samples = sample_rows(log_b)
+    inside = 1.0 if own else 0.0
+    theta = theta_terms(own)
+    lengths = _block_lengths(rows, slope)
+
+    def column(x: float, r: float, growth: float, length: float) -> float:
+        factor = 1 + 8 / x**2
+        if own:
+            return math.sqrt(factor * growth) * block_sum(rows, slope, length)
+        return _apart_blocks(rows, slope, length, r, growth, factor)
+
+    def sampled(x: float) -> float:
+        weights = [(d, (1 - d) * (1 + x * big_l) + inside * d) for d, big_l in samples]
+        r = max(inside, max(t * d for d, t in weights))
+        growth = max(2 * r * t * (1 - d) + (t * d) ** 2 for d, t in weights)
+        return column(x, r, growth, typical)
+
+    typical = min(lengths, key=lambda length: block_sum(rows, slope, length))
+    x = best_x(sampled)
+    r = max_ratio(own, x, log_b)
+    scaled = [(2 * r * c, p, q, s) for c, p, q, s in product(theta, _COMPLEMENT)]
+    ratio = product(theta, _INVERSE)
+    growth = max_of_terms(scaled + product(ratio, ratio), x, log_b)
+    return min(column(x, r, growth, length) for length in lengths)
+
+
+def best_block_sum(rows: float, slope: float) -> float:
+    r"""Minimises :math:`\sum f \sqrt l` over the block length; it is sqrt(rows) without ALiBi."""
+    return min(block_sum(rows, slope, length) for length in _block_lengths(rows, slope))
+
+
+def block_sum(rows: float, slope: float, length: float) -> float:
+    r"""Sums :math:`e^{-\mathrm{slope}\, o} \sqrt{l}` over the blocks of rows, o = 0, l, 2l, ...
+
+    For rows = inf it is :math:`\sqrt l / (1 - e^{-\mathrm{slope}\, l})`. The last block is shorter
+    where the length does not divide the rows.
+    """
+    if length >= rows:
+        return math.sqrt(rows)
+    whole = math.inf if rows == math.inf else rows // length
+    # sqrt(l) is the cost of a block, and the decay over all whole blocks is e^(-slope l whole)
+    decay = math.exp(-slope * length * whole)
+    rest = 0.0 if rows == math.inf else decay * math.sqrt(rows - whole * length)
+    return math.sqrt(length) * (1 - decay) / -math.expm1(-slope * length) + rest
+
+
+def _block_lengths(rows: float, slope: float) -> list[float]:
+    """Block lengths worth trying: sqrt(l)/(1 - e^(-slope l)) is least at slope l = 1.2564."""
+    if slope == 0:
+        return [rows]
+    tried = {max(1.0, float(round(c / slope))) for c in (0.6, 0.8, 1.0, 1.2564, 1.5, 1.9)}
+    finite = [rows] if rows < math.inf else []
+    return sorted(length for length in tried if length < rows) + finite
+
+
+def _apart_blocks(
+    rows: float, slope: float, length: float, r: float, growth: float, factor: float
+) -> float:
+    """The sum over blocks of Q's bound with the own key apart, see `causal_column`."""
+    total, start = 0.0, 0.0
+    for _ in range(48):
+        if start >= rows:
+            return total
+        f = math.exp(-slope * (start + 1))
+        size = min(length, rows - start)
+        total += f * (math.sqrt(factor * (size * growth + (f * r) ** 2)) - f * r)
+        start += size
+    # What is left decays from e^-28 on: each block without its gain r f, for ever.
+    f = math.exp(-slope * (start + 1))
+    return total + f * math.sqrt(factor * length * growth) / -math.expm1(-slope * length)
+
+
+def theorem_a_plus(n: float) -> float:
+    r"""Bounds the gain without a mask (docs/theory, Theorem A+).
+
+    .. math:: 2m + \sqrt{\min\{ \sqrt{(1+8/x^2)\, n\, G_1},\;
+        \beta/2 + \sqrt{(1+8/x^2) (n\, G_2 + \beta^2/4)} \}}
+
+    with :math:`\theta = 1 + x h(D)`, :math:`r = \max \theta/D`, :math:`G_1 = \max \theta^2/D`,
+    :math:`G_2 = \max \theta^2 (D-1)/D^2`, :math:`\beta = 3.25\, r`.
+
+    Args:
+        n: Number of tokens.
+
+    Returns:
+        The gain, rounded up.
+    """
+    log_b = log_mass(n)
+    return round_up(2 * spread(log_b) + math.sqrt(unmasked_column(n, log_b, own=True)))
+
+
+def theorem_b_plus(n: float, slope: float = 0.0) -> float:
+    r"""Bounds the gain with a causal mask, a window of n or ALiBi (docs/theory, Theorem B+).
+
+    .. math:: 2m + \sqrt{\sqrt{(1+8/x^2)\, n\, \max_D [2 r \theta (1-1/D) + (\theta/D)^2]}}
+
+    With ALiBi :math:`\sqrt n` becomes a sum over blocks, see `causal_column`.
+
+    Args:
+        n: Number of tokens or length of the window; ``math.inf`` needs slope > 0.
+        slope: The ALiBi slope, 0 for none.
+
+    Returns:
+        The gain, rounded up.
+    """
+    log_b = log_mass(n, slope)
+    return round_up(2 * spread(log_b) + math.sqrt(causal_column(n, slope, log_b, own=True)))
+
+
+def theorem_a_plus_plus(n: float) -> float:
+    """Bounds the gain without a mask, own block apart (Theorem A++, proved above).
+
+    Args:
+        n: Number of tokens.
+
+    Returns:
+        The gain, rounded up.
+    """
+    log_b = log_mass(n)
+    return round_up(theorem_e(log_b) + math.sqrt(unmasked_column(n - 1, log_b, own=False)))
+
+
+def theorem_b_plus_plus(n: float, slope: float = 0.0) -> float:
+    """Bounds the gain with a causal mask, window or ALiBi, own block apart (Theorem B++, above).
+
+    Args:
+        n: Number of tokens or length of the window; ``math.inf`` needs slope > 0.
+        slope: The ALiBi slope, 0 for none.
+
+    Returns:
+        The gain, rounded up.
+    """
+    log_b = log_mass(n, slope)
+    return round_up(theorem_e(log_b) + math.sqrt(causal_column(n - 1, slope, log_b, own=False)))

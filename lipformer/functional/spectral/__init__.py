@@ -1,0 +1,1 @@
+"""Certified, differentiable upper bounds of the spectral norm."""

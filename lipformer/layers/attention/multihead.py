@@ -1,0 +1,457 @@
+"""L2 multi-head self-attention with a certified Lipschitz constant.
+
+Checks of L2MultiheadAttention's arguments: each error names the value and the rule.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from lipformer.functional import l2_attention, l2_attention_step, l2_attention_weights
+from lipformer.functional.attention.checks import check_window
+from lipformer.layers.attention import layout, masks
+from lipformer.layers.attention.key_cache import KeyCache, extend
+from lipformer.layers.attention.positions import default_slopes, exact_slopes, rotary_angles, rotate
+from lipformer.layers.baking import Bakeable
+from lipformer.layers.constants import Constants
+from lipformer.layers.spectral import SpectralLinear
+
+POSITIONS = (None, "alibi", "rotary")
+
+
+def check_arguments(
+    embed_dim: int,
+    num_heads: int,
+    *,
+    dropout: float,
+    causal: bool | None,
+    window: int | None,
+    positions: str | None,
+    max_len: int | None,
+    slopes: Sequence[float] | None,
+) -> None:
+    """Raises ValueError for arguments that do not fit together."""
+    for name, number in (("embed_dim", embed_dim), ("num_heads", num_heads)):
+        if not isinstance(number, int):
+            raise ValueError(f"{name} must be an integer, got {number!r}")
+    if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
+        raise ValueError(
+            "embed_dim must be a positive multiple of num_heads, "
+            f"got embed_dim={embed_dim}, num_heads={num_heads}"
+        )
+    if not 0.0 <= dropout < 1.0:
+        raise ValueError(f"dropout must be in [0, 1), got {dropout!r}")
+    if causal is not None and not isinstance(causal, bool):
+        raise ValueError(f"causal must be True, False or None, got {causal!r}")
+    if positions not in POSITIONS:
+        raise ValueError(f"positions must be None, 'alibi' or 'rotary', got {positions!r}")
+    if positions == "alibi" and causal is not True:
+        raise ValueError(f"positions='alibi' needs causal=True, got causal={causal}")
+    if slopes is not None and positions != "alibi":
+        raise ValueError(f"slopes need positions='alibi', got positions={positions!r}")
+    if max_len is not None and not (isinstance(max_len, int) and max_len >= 1):
+        raise ValueError(f"max_len must be None or an integer >= 1, got {max_len!r}")
+    if window is not None and causal is not True:
+        raise ValueError(f"window={window} needs causal=True, got causal={causal}")
+    check_window(window, True)
+    head_dim = embed_dim // num_heads
+    if positions == "rotary" and head_dim % 2:
+        raise ValueError(f"positions='rotary' needs an even head width, got {head_dim}")
+
+
+class Keys(NamedTuple):
+    """The keys of a pass and what made them.
+
+    Attributes:
+        y: scaled keys sqrt(2 t) x W (B, H, N, d), with rotary positions rotated.
+        angles: of the rotations, or None.
+        root: sqrt(2 t_h), (H, 1, 1).
+    """
+
+    y: Tensor
+    angles: tuple[Tensor, Tensor] | None
+    root: Tensor
+
+
+class _NoFastPath:
+    """Stands where nn.TransformerEncoder looks for a packed input weight.
+
+    An object with ``__torch_function__`` makes it take the plain path, which calls our forward; the
+    fused inference path would compute dot-product attention from the weights behind our back.
+    """
+
+    requires_grad = False
+
+    @classmethod
+    def __torch_function__(cls, *args: object, **kwargs: object) -> object:
+        return NotImplemented
+
+
+class L2MultiheadAttention(Bakeable):
+    r"""Multi-head self-attention with logits :math:`-t_h \|x_i W_h - x_j W_h\|^2`.
+
+    .. math:: F(X) = \sum_h P_h Y_h M_h + b, \qquad Y_h = X W_h
+
+    Call-compatible with nn.MultiheadAttention for self-attention. Source: Kim, Papamakarios, Mnih
+    2021. With ``value_proj=True`` the paper's form, :math:`M_h = W_h^\top W^V_h W^O_h / \sqrt d` and
+    :math:`t_h = 1/\sqrt d`; by default the lean form (docs/theory, section 1): the same functions with
+    two matrices instead of four, :math:`M_h` being a block of out_proj, and a learned temperature per
+    head, which costs nothing in the certificate.
+
+    Args:
+        embed_dim: D, the width of the tokens.
+        num_heads: H; D must be a multiple of it.
+        dropout: probability of dropping an attention weight in training.
+        bias: learned bias of the output. (One of the query-key projection would move all keys
+            together and change nothing, so there is none except with rotary positions.)
+        batch_first: input (B, N, D) rather than (N, B, D).
+        value_proj: the paper's form (True) or the lean form (False, the default).
+        causal: True always masks, False never does, None leaves it to each call.
+        any_mask: allow any attn_mask that hides keys but never a token's own; certified by the
+            generic Theorem C.
+        window: each token sees its ``window`` latest keys, itself included; needs causal=True.
+        positions: None, "alibi" (needs causal=True) or "rotary".
+        max_len: the largest number of tokens, which then need not be told to certify.
+        proj_coeff: if given, all projections have spectral norm at most this.
+        slopes: ALiBi slopes, one per head; default 1/2 to 1/16.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Example:
+        >>> layer = L2MultiheadAttention(16, 4, batch_first=True)
+        >>> x = torch.randn(2, 10, 16)
+        >>> out, weights = layer(x, x, x)
+        >>> out.shape, weights.shape
+        (torch.Size([2, 10, 16]), torch.Size([2, 10, 10]))
+    """
+
+    # Attributes that nn.TransformerEncoder and nn.TransformerEncoderLayer read to decide on their
+    # inference fast path; these values keep it off.
+    _qkv_same_embed_dim = False
+    in_proj_bias = None
+    in_proj_weight = _NoFastPath()
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        batch_first: bool = False,
+        *,
+        value_proj: bool = False,
+        causal: bool | None = None,
+        any_mask: bool = False,
+        window: int | None = None,
+        positions: str | None = None,
+        max_len: int | None = None,
+        proj_coeff: float | None = None,
+        slopes: Sequence[float] | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_arguments(
+            embed_dim,
+            num_heads,
+            dropout=dropout,
+            causal=causal,
+            window=window,
+            positions=positions,
+            max_len=max_len,
+            slopes=slopes,
+        )
+        head_dim = embed_dim // num_heads
+        self.embed_dim = embed_dim
+        self.num_heads = num_heads
+        self.head_dim = head_dim
+        self.dropout = dropout
+        self.batch_first = batch_first
+        self.causal = causal
+        self.any_mask = any_mask
+        self.window = window
+        self.positions = positions
+        self.max_len = max_len
+        self.proj_coeff = proj_coeff
+
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
+
+        def linear(with_bias: bool) -> nn.Linear:
+            if proj_coeff is None:
+                return nn.Linear(embed_dim, embed_dim, with_bias, **place)
+            return SpectralLinear(
+                embed_dim, embed_dim, with_bias, coeff=proj_coeff, mode="normalize", **place
+            )
+
+        self.q_proj = linear(bias and positions == "rotary")
+        self.v_proj = linear(False) if value_proj else None
+        self.out_proj = linear(bias)
+        self.log_temperature = None if value_proj else nn.Parameter(torch.empty(num_heads, **place))
+        self.slopes: tuple[float, ...] | None = None
+        if positions == "alibi":
+            self.slopes = exact_slopes(
+                default_slopes(num_heads) if slopes is None else slopes, num_heads
+            )
+        self.constants = Constants()
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initial weights.
+
+        L2 attention gives each token its own key at distance 0, so with a sharp kernel it attends
+        only to itself and learns nothing at first: the paper's form starts with a small W_Q, the
+        lean form with temperatures around 1/d, spread over the heads.
+        """
+        with torch.no_grad():
+            for linear in (self.q_proj, self.v_proj, self.out_proj):
+                if isinstance(linear, SpectralLinear):
+                    linear.reset_parameters()
+                elif linear is not None:
+                    nn.init.xavier_uniform_(linear.weight)
+                    if linear.bias is not None:
+                        linear.bias.zero_()
+            if self.v_proj is not None and self.proj_coeff is None:
+                reach = 2.0**-4 / math.sqrt(self.embed_dim)
+                nn.init.uniform_(self.q_proj.weight, -reach, reach)
+            if self.log_temperature is not None:
+                spread = torch.linspace(-1.5, 1.5, self.num_heads) if self.num_heads > 1 else 0.0
+                self.log_temperature.copy_(torch.as_tensor(spread) - math.log(self.head_dim))
+
+    @property
+    def temperature(self) -> float | Tensor:
+        """t: 1/sqrt(d) in the paper's form, learned (H, 1, 1) in the lean form."""
+        if self.log_temperature is None:
+            return self.head_dim**-0.5
+        return self.log_temperature.exp()[:, None, None]
+
+    def output_matrix(self) -> Tensor:
+        r"""The matrices :math:`M_h` (H, d, D), in the paper's form as products in float64.
+
+        float64, because the factors may cancel: rounded in float32, what should be nearly zero would
+        be noise, which Contractive then divides by a small bound.
+        """
+        out = rearrange(self.out_proj.weight, "o (h d) -> h d o", h=self.num_heads)
+        if self.v_proj is None:
+            return out
+        q = rearrange(self.q_proj.weight, "(h d) i -> h d i", h=self.num_heads)
+        v = rearrange(self.v_proj.weight, "(h d) i -> h d i", h=self.num_heads)
+        with torch.autocast(q.device.type, enabled=False):
+            return (q.double() @ v.double().mT) @ out.double() * self.head_dim**-0.5
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Self-attention; arguments and results as in nn.MultiheadAttention.
+
+        Args:
+            query: (N, B, D), (B, N, D) if batch_first, or (N, D).
+            key: the same tensor as query, or None.
+            value: the same tensor as query, or None.
+            key_padding_mask: (B, N) or (N,), True (or -inf) at padded tokens; their rows of
+                attention are zero, so that their output is the bias.
+            need_weights: also return the attention weights (an N x N tensor).
+            attn_mask: see causal and any_mask.
+            average_attn_weights: average the weights over the heads.
+            is_causal: mask later keys; with attn_mask the hint that it is the causal mask.
+
+        Returns:
+            The output, of query's shape, and the weights (B, N, N), (B, H, N, N) if not averaged,
+            without B for an input without one, or None.
+        """
+        for name, other in (("key", key), ("value", value)):
+            if other is not None and other is not query:
+                raise ValueError(
+                    f"query and {name} must be one and the same tensor (L2 attention is "
+                    f"self-attention with tied weights), got two of shapes {tuple(query.shape)} and "
+                    f"{tuple(other.shape)}"
+                )
+        x, padding = self._batched(query, key_padding_mask)
+        mask = masks.resolve(
+            attn_mask,
+            is_causal,
+            causal=self.causal,
+            any_mask=self.any_mask,
+            batch=x.shape[0],
+            heads=self.num_heads,
+            n=x.shape[1],
+            dtype=x.dtype,
+        )
+        keys = self._keys(x, 0)
+        out = self._output(self._attend(keys.y, mask, padding), keys)
+        weights: Tensor | None = None
+        if need_weights:
+            weights = l2_attention_weights(
+                keys.y,
+                is_causal=mask.is_causal,
+                window=self.window,
+                slopes=self._slopes(keys.y),
+                bias=mask.bias,
+                key_padding_mask=padding,
+                scale=0.5,
+            )
+            weights = weights.mean(1) if average_attn_weights else weights
+            weights = weights.squeeze(0) if query.ndim == 2 else weights
+        return layout.unbatched(out, query, self.batch_first), weights
+
+    def scaled(
+        self,
+        x: Tensor,
+        head_scale: Tensor,
+        bias_scale: Tensor,
+        key_padding_mask: Tensor | None = None,
+    ) -> Tensor:
+        r""":math:`\sum_h s_h P_h Y_h M_h + s b`: what Contractive runs.
+
+        Args:
+            x: as query in forward.
+            head_scale: :math:`s_h` (H,).
+            bias_scale: :math:`s`, a scalar.
+            key_padding_mask: as in forward.
+        """
+        rows, padding = self._batched(x, key_padding_mask)
+        keys = self._keys(rows, 0)
+        heads = self._attend(keys.y, masks.Mask(bool(self.causal), None), padding)
+        return layout.unbatched(self._output(heads, keys, head_scale, bias_scale), x, self.batch_first)
+
+    def step(
+        self,
+        x: Tensor,
+        cache: KeyCache | None = None,
+        key_padding_mask: Tensor | None = None,
+        *,
+        head_scale: Tensor | None = None,
+        bias_scale: Tensor | None = None,
+    ) -> tuple[Tensor, KeyCache]:
+        """Causal attention of new tokens over all tokens so far, for step-by-step decoding.
+
+        Args:
+            x: new tokens (B, T, D), or (T, B, D) unless batch_first.
+            cache: what the step before returned, None at the first.
+            key_padding_mask: (B, T) of the new tokens.
+            head_scale: as in :meth:`scaled`.
+            bias_scale: as in :meth:`scaled`.
+
+        Returns:
+            The rows of the new tokens, as the full pass would give them, and the new cache.
+        """
+        if self.causal is False:
+            raise ValueError("step-by-step decoding is causal, but the layer has causal=False")
+        rows, padding = self._batched(x, key_padding_mask)
+        seen = 0 if cache is None else cache.seen
+        if self.max_len is not None and seen + rows.shape[1] > self.max_len:
+            raise ValueError(
+                f"max_len is {self.max_len}, got {seen} tokens in the cache and {rows.shape[1]} new"
+            )
+        keys = self._keys(rows, seen)
+        cache = extend(cache, keys.y, padding)
+        heads = l2_attention_step(
+            cache.keys,
+            rows.shape[1],
+            window=self.window,
+            slopes=self._slopes(keys.y),
+            key_padding_mask=cache.padding,
+            scale=0.5,
+        )
+        out = layout.unbatched(self._output(heads, keys, head_scale, bias_scale), x, self.batch_first)
+        return out, cache if self.window is None else cache.latest(self.window - 1)
+
+    def _stored(self) -> Tensor:
+        """A weight as stored, for its dtype: each look at a bounded one computes the bound."""
+        return next(self.q_proj.parameters())
+
+    def _slopes(self, y: Tensor) -> Tensor | None:
+        """The ALiBi slopes (H,)."""
+        return None if self.slopes is None else self.constants(self.slopes, y.device, torch.float32)
+
+    def _root(self) -> Tensor:
+        """sqrt(2 t_h), (H, 1, 1): folded into the weights, so that it costs nothing per token."""
+        if self.log_temperature is not None:
+            return (2.0 * self.log_temperature.exp()).sqrt()[:, None, None]
+        root = math.sqrt(2.0 * self.head_dim**-0.5)
+        return self._stored().new_full((self.num_heads, 1, 1), root)
+
+    def _keys(self, x: Tensor, offset: int) -> Keys:
+        """Scaled keys sqrt(2 t) x W, rotated by rotary positions."""
+        root = self._root()
+        bias: Tensor | None = self.q_proj.bias
+        if bias is not None:
+            bias = (bias.unflatten(0, (self.num_heads, -1)) * root.squeeze(-1)).flatten()
+        weight = self.q_proj.weight.unflatten(0, (self.num_heads, -1)) * root
+        y = F.linear(x, weight.flatten(0, 1), bias)
+        y = rearrange(y, "b n (h d) -> b h n d", h=self.num_heads)
+        if self.positions != "rotary":
+            return Keys(y, None, root)
+        angles = rotary_angles(x.shape[1], self.head_dim, offset, x.device)
+        return Keys(rotate(y, *angles), angles, root)
+
+    def _attend(self, y: Tensor, mask: masks.Mask, padding: Tensor | None) -> Tensor:
+        return l2_attention(
+            y,
+            is_causal=mask.is_causal,
+            window=self.window,
+            slopes=self._slopes(y),
+            bias=mask.bias,
+            key_padding_mask=padding,
+            scale=0.5,
+            dropout_p=self.dropout if self.training else 0.0,
+        )
+
+    def _output(
+        self,
+        heads: Tensor,
+        keys: Keys,
+        head_scale: Tensor | None = None,
+        bias_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Heads (B, H, N, d) of scaled keys to the output (B, N, D)."""
+        if keys.angles is not None:
+            heads = rotate(heads, *keys.angles, back=True)
+        # (D, H, d): the lean form's stored weight seen by heads, which costs no copy.
+        matrix = self.output_matrix().movedim(-1, 0)
+        factor = keys.root.reciprocal()
+        if head_scale is not None:
+            factor = factor * head_scale[:, None, None]
+        weight = (matrix * factor.squeeze(-1).to(matrix.dtype)).flatten(1).to(self._stored().dtype)
+        bias: Tensor | None = self.out_proj.bias
+        if bias is not None and bias_scale is not None:
+            bias = bias * bias_scale
+        return F.linear(rearrange(heads, "b h n d -> b n (h d)"), weight, bias)
+
+    def _batched(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The input as (B, N, D), zero at padded tokens, and its padding (B, N) or None."""
+        x = layout.batched(x, self.embed_dim, self.batch_first)
+        if self.max_len is not None and x.shape[1] > self.max_len:
+            raise ValueError(f"max_len is {self.max_len}, got {x.shape[1]} tokens")
+        dtype = self._stored().dtype
+        if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
+            raise ValueError(f"query must have the layer's dtype {dtype}, got {x.dtype}")
+        padding = layout.padding(mask, x)
+        if padding is not None:
+            # Whatever stands there, NaN included, must not reach the gradients of the weights.
+            x = x.masked_fill(padding.unsqueeze(-1), 0.0)
+        return x, padding
+
+    def extra_repr(self) -> str:
+        form = "lean" if self.v_proj is None else "paper"
+        parts = [f"{self.embed_dim}, {self.num_heads}, form={form!r}, causal={self.causal}"]
+        for name in ("window", "positions", "max_len", "proj_coeff"):
+            if getattr(self, name) is not None:
+                parts.append(f"{name}={getattr(self, name)!r}")
+        if self.dropout:
+            parts.append(f"dropout={self.dropout}")
+        return ", ".join(parts)

@@ -1,0 +1,56 @@
+"""The feed-forward part of a Transformer block, with a certified constant."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from torch import Tensor, nn
+
+from lipformer.layers.activations import MaxMin
+from lipformer.layers.baking import Bakeable
+from lipformer.layers.decoding import Cache, step_module
+from lipformer.layers.spectral import SpectralLinear
+
+
+class FeedForward(nn.Sequential, Bakeable):
+    """Two linear layers around an activation; the product of their norms is at most ``coeff``.
+
+    Args:
+        dim: width of the tokens.
+        hidden: width between the two layers.
+        coeff: bound of the two linear maps together, or None for plain nn.Linear layers.
+        activation: default MaxMin, of constant 1.
+        dropout: dropout after the activation, in training.
+        bias: learned biases.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        hidden: int,
+        coeff: float | None = 1.0,
+        *,
+        activation: nn.Module | None = None,
+        dropout: float = 0.0,
+        bias: bool = True,
+    ) -> None:
+        if activation is None and hidden % 2:
+            raise ValueError(f"hidden must be even for MaxMin, got {hidden}")
+        up: nn.Module
+        down: nn.Module
+        if coeff is None:
+            up, down = nn.Linear(dim, hidden, bias), nn.Linear(hidden, dim, bias)
+        else:
+            up = SpectralLinear(dim, hidden, bias, coeff=1.0, mode="normalize")
+            down = SpectralLinear(hidden, dim, bias, coeff=coeff, mode="normalize")
+        layers = OrderedDict(up=up, activation=MaxMin() if activation is None else activation)
+        if dropout > 0.0:
+            layers["dropout"] = nn.Dropout(dropout)
+        layers["down"] = down
+        super().__init__(layers)
+
+    def step(
+        self, x: Tensor, cache: Cache = None, key_padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, Cache]:
+        """The rows of new tokens (see :func:`step_module`)."""
+        return step_module(self, x, cache, key_padding_mask)

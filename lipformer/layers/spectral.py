@@ -1,0 +1,181 @@
+"""Weights whose spectral norm is bounded, recomputed from the raw weight in every forward pass."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.utils.parametrize as parametrize
+from torch import Tensor, nn
+
+from lipformer.certificate import conv_bound
+from lipformer.certificate.linear_rules import repeats_pixels
+from lipformer.functional import spectral_norm_bound
+from lipformer.layers.baking import Bakeable, plain_linear, register_bake
+from lipformer.layers.freezing import Freezable
+
+MODES = ("cap", "normalize")
+
+
+def rounding_margin(weight: Tensor) -> float:
+    """Relative growth of a spectral norm by multiplying a weight with a rounded number.
+
+    Each entry of fl(W s) is off by at most eps/2, so the norm grows by at most
+    eps/2 ||W||_F <= eps/2 sqrt(rank) ||W||; the rounding of s itself is a few eps more.
+    """
+    rank = min(weight.shape[0], math.prod(weight.shape[1:])) if weight.ndim else 1
+    return torch.finfo(weight.dtype).eps * (0.5 * math.sqrt(rank) + 4.0)
+
+
+class SpectralBound(Freezable):
+    r"""Parametrization :math:`W \mapsto s W` with :math:`\|sW\| \le c`.
+
+    :math:`s = c/\mu` ("normalize") or :math:`\min(1, c/\mu)` ("cap"), with :math:`\mu \ge \|W\|` by
+    :func:`lipformer.functional.spectral_norm_bound`, through which gradients flow. There is no state:
+    the constant holds after an optimiser step, in eval, after load_state_dict, in copies and averages.
+
+    Args:
+        coeff: :math:`c > 0`.
+        mode: "cap" or "normalize".
+        measure: upper bound of the weight's norm as a linear map, the spectral norm by default.
+    """
+
+    def __init__(
+        self,
+        coeff: float = 1.0,
+        mode: str = "cap",
+        measure: Callable[[Tensor], Tensor] = spectral_norm_bound,
+    ) -> None:
+        super().__init__()
+        if not 0.0 < coeff < math.inf:
+            raise ValueError(f"coeff must be positive and finite, got {coeff!r}")
+        if mode not in MODES:
+            raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
+        self.certified_coeff = float(coeff)
+        self.mode = mode
+        self.measure = measure
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """Scales a raw weight (out, in, *)."""
+        if weight.ndim != 2 and self.measure is spectral_norm_bound:
+            raise ValueError(
+                f"SpectralBound needs a matrix, got shape {tuple(weight.shape)}; for a convolution use "
+                "lipformer.spectral_bound(module)"
+            )
+        return self.derived(lambda: weight * self.factor(self.measure(weight), weight), (weight,))
+
+    def factor(self, bound: Tensor, weight: Tensor) -> Tensor:
+        """s (*,) for weights like ``weight``, in shape and dtype, of norms at most ``bound`` (*,)."""
+        target = self.certified_coeff * (1.0 - rounding_margin(weight))
+        scale = target / torch.where(bound > 1e-30, bound, torch.full_like(bound, target))
+        if self.mode == "cap":
+            scale = scale.clamp_max(1.0)
+        return scale.to(torch.promote_types(weight.dtype, torch.float32))
+
+    def right_inverse(self, weight: Tensor) -> Tensor:
+        """Assigning a weight stores it raw."""
+        return weight
+
+    def extra_repr(self) -> str:
+        return f"coeff={self.certified_coeff}, mode={self.mode!r}"
+
+
+def spectral_bound(
+    module: nn.Module, name: str = "weight", coeff: float = 1.0, mode: str = "cap"
+) -> nn.Module:
+    """Keeps the spectral norm of a module's weight at or below ``coeff``, for good.
+
+    Registers :class:`SpectralBound` as a torch parametrization: ``module.weight`` becomes the bounded
+    weight, ``module.parametrizations.weight.original`` the trained one.
+
+    Args:
+        module: nn.Linear, nn.Conv1d, nn.Conv2d (the norm of the convolution), or any module with a
+            matrix of that name.
+        name: the weight's name.
+        coeff: largest norm allowed.
+        mode: "cap" (shrink only when above) or "normalize" (always at coeff).
+
+    Returns:
+        The module itself.
+
+    Example:
+        >>> layer = spectral_bound(nn.Linear(8, 8), coeff=0.5)
+        >>> bool(torch.linalg.matrix_norm(layer.weight, 2) <= 0.5)
+        True
+    """
+    weight = getattr(module, name, None)
+    if not isinstance(weight, Tensor):
+        raise ValueError(f"{type(module).__name__} has no tensor named {name!r}")
+    if parametrize.is_parametrized(module, name) and any(
+        isinstance(part, SpectralBound)
+        for part in module.get_submodule(f"parametrizations.{name}").children()
+    ):
+        raise ValueError(f"{name} of {type(module).__name__} has a spectral bound already")
+    measure: Callable[[Tensor], Tensor] = spectral_norm_bound
+    if isinstance(module, (nn.Conv1d, nn.Conv2d)) and name == "weight":
+        if repeats_pixels(module):
+            raise ValueError(
+                "a convolution needs padding_mode='zeros', or circular padding with stride 1 that keeps "
+                f"the size, got padding_mode={module.padding_mode!r}, stride={module.stride}, "
+                f"padding={module.padding!r}"
+            )
+        measure = partial(
+            conv_bound, groups=module.groups, stride=module.stride, dilation=module.dilation
+        )
+    elif weight.ndim != 2:
+        raise ValueError(
+            f"{name} must be a matrix or the kernel of Conv1d or Conv2d, got shape "
+            f"{tuple(weight.shape)} in {type(module).__name__}"
+        )
+    parametrize.register_parametrization(module, name, SpectralBound(coeff, mode, measure))
+    return module
+
+
+class SpectralLinear(nn.Linear, Bakeable):
+    r"""Linear layer :math:`x W^\top + b` with :math:`\|W\| \le c` at every moment.
+
+    Initialised orthogonal: a Gaussian matrix divided by its norm has a typical gain of 1/2, an
+    orthogonal one of 1.
+
+    Args:
+        in_features: width of the input.
+        out_features: width of the output.
+        bias: add a learned bias.
+        coeff: :math:`c`.
+        mode: "cap" (shrink only when above) or "normalize" (always at c).
+        device: as in nn.Linear.
+        dtype: as in nn.Linear.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        coeff: float = 1.0,
+        mode: str = "cap",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
+        self.coeff = float(coeff)
+        spectral_bound(self, coeff=coeff, mode=mode)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """An orthogonal weight of norm ``coeff`` and a zero bias."""
+        if not parametrize.is_parametrized(self, "weight"):
+            # nn.Linear's constructor calls this before there is a bound.
+            return super().reset_parameters()
+        raw = self.get_parameter("parametrizations.weight.original")
+        start = torch.empty_like(raw, dtype=torch.promote_types(raw.dtype, torch.float32))
+        raw.copy_(nn.init.orthogonal_(start, gain=self.coeff))
+        if self.bias is not None:
+            self.bias.zero_()
+
+
+register_bake(SpectralLinear)(plain_linear)

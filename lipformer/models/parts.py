@@ -1,0 +1,129 @@
+"""The parts that the variants put together: attention, feed-forward, blocks, the map to logits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from lipformer.layers import FeedForward, L2MultiheadAttention, Residual, SpectralLinear, TokenShift
+from lipformer.layers.baking import Scaled
+from lipformer.models.config import LanguageModelConfig
+
+
+def in_attention(config: LanguageModelConfig) -> str | None:
+    """The positions that the attention layer itself knows."""
+    return config.positions if config.positions in ("alibi", "rotary") else None
+
+
+def tied_attention(config: LanguageModelConfig, *, orthogonal: bool) -> L2MultiheadAttention:
+    """Causal tied L2 attention, for any length or for max_len tokens.
+
+    Args:
+        config: the model's.
+        orthogonal: orthogonal initial weights, for layers that are divided by their norms: a random
+            matrix divided by its norm has a typical gain of 1/2, an orthogonal one of 1.
+    """
+    layer = L2MultiheadAttention(
+        config.dim,
+        config.num_heads,
+        dropout=config.dropout,
+        batch_first=True,
+        value_proj=bool(config.value_proj),
+        causal=True,
+        positions=in_attention(config),
+        max_len=None if config.any_length else config.max_len,
+        slopes=config.slopes,
+    )
+    if orthogonal:
+        nn.init.orthogonal_(layer.q_proj.weight)
+        nn.init.orthogonal_(layer.out_proj.weight)
+    scale_queries(layer.q_proj.weight, config)
+    return layer
+
+
+def shifted(config: LanguageModelConfig, attention: nn.Module) -> nn.Module:
+    """The attention behind a TokenShift, where the config wants one."""
+    return nn.Sequential(TokenShift(config.dim), attention) if config.token_shift else attention
+
+
+@torch.no_grad()
+def scale_queries(weight: Tensor, config: LanguageModelConfig) -> None:
+    """Multiplies an initial W_Q by query_scale."""
+    weight.mul_(config.query_scale)
+
+
+def plain_feed_forward(config: LanguageModelConfig) -> FeedForward:
+    """The baseline's: GELU between two plain linear layers."""
+    return FeedForward(config.dim, _hidden(config), None, activation=nn.GELU(), dropout=config.dropout)
+
+
+def orthogonal_feed_forward(config: LanguageModelConfig) -> FeedForward:
+    """MaxMin between two plain linear layers with orthogonal weights, to be divided by its bound.
+
+    MaxMin is positively homogeneous: dividing at the end or each weight on its own is the same but for
+    the biases, and the bound of each weight is then computed once per forward pass.
+    """
+    layer = FeedForward(config.dim, _hidden(config), None, dropout=config.dropout)
+    for part in layer:
+        if isinstance(part, nn.Linear):
+            nn.init.orthogonal_(part.weight)
+            nn.init.zeros_(part.bias)
+    return layer
+
+
+def bounded_feed_forward(config: LanguageModelConfig) -> FeedForward:
+    """MaxMin between two spectrally normalised layers, of constant coeff."""
+    return FeedForward(config.dim, _hidden(config), config.coeff, dropout=config.dropout)
+
+
+def _hidden(config: LanguageModelConfig) -> int:
+    assert config.hidden is not None
+    return config.hidden
+
+
+def residual_block(config: LanguageModelConfig, branch: nn.Module) -> nn.Module:
+    """x + f(x) with LayerNorm before f ("pre"), after the sum ("post") or nowhere ("none")."""
+    if config.norm_place == "pre":
+        return Residual(nn.Sequential(nn.LayerNorm(config.dim), branch))
+    if config.norm_place == "post":
+        return nn.Sequential(Residual(branch), nn.LayerNorm(config.dim))
+    return Residual(branch)
+
+
+def readout(config: LanguageModelConfig) -> nn.Sequential:
+    """Hidden tokens to logits: LayerNorm where blocks have it before their branches, then linear."""
+    head = small(nn.Linear(config.dim, config.vocab_size))
+    if config.norm_place == "pre":
+        return nn.Sequential(nn.LayerNorm(config.dim), head)
+    return nn.Sequential(head)
+
+
+def bounded_head(config: LanguageModelConfig) -> Scaled:
+    """head_coeff times a linear map of norm at most 1.
+
+    Not a linear map of norm at most head_coeff: convex residuals leave small hidden tokens, and an
+    optimiser that moves each weight by its learning rate would take long to make logits of them.
+    """
+    assert config.head_coeff is not None
+    head = small(SpectralLinear(config.dim, config.vocab_size), std=0.02 / config.head_coeff)
+    return Scaled(head, torch.tensor(config.head_coeff))
+
+
+@torch.no_grad()
+def small(head: nn.Linear, std: float = 0.02) -> nn.Linear:
+    """A head whose first predictions are nearly uniform."""
+    raw = next(p for p in head.parameters() if p.ndim == 2)
+    nn.init.normal_(raw, std=std)
+    head.bias.zero_()
+    return head
+
+
+def sinusoids(positions: Tensor, dim: int) -> Tensor:
+    r""":math:`\sin(i\,10000^{-2k/D})` and the cosines beside them, (N,) -> (N, D) in float32.
+
+    Source: Vaswani et al. 2017.
+    """
+    half = (dim + 1) // 2
+    exponent = torch.arange(half, device=positions.device, dtype=torch.float64) / half
+    angle = positions.double()[:, None] * 10000.0**-exponent
+    return torch.cat([angle.sin(), angle.cos()], dim=-1)[:, :dim].float()

@@ -1,0 +1,99 @@
+"""Dot-product self-attention without a mask, which the local analysis can take apart."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from lipformer.certificate import Ask, Bound, register_bound
+from lipformer.functional.attention.maps import AttentionMaps
+from lipformer.layers import SpectralLinear
+from lipformer.layers.baking import Bakeable
+
+
+class DotProductSelfAttention(Bakeable):
+    r"""Each token sees all: logits :math:`q_i \cdot k_j / \sqrt d`, on torch's SDPA.
+
+    It has no global Lipschitz constant. Around an input LoFAST bounds it, the better the smaller the
+    weights are; hence the two coefficients. Source: Vaswani et al. 2017.
+
+    Args:
+        dim: D.
+        num_heads: H, a divisor of D.
+        logit_coeff: if given, query and key weights have spectral norm at most this.
+        value_coeff: if given, value and output weights have spectral norm at most this.
+
+    Example:
+        >>> import torch
+        >>> _ = torch.manual_seed(0)
+        >>> layer, x = DotProductSelfAttention(16, 4), torch.randn(2, 10, 16)
+        >>> torch.allclose(layer(x), layer.attention_maps()(x), atol=1e-5)
+        True
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        logit_coeff: float | None = None,
+        value_coeff: float | None = None,
+    ) -> None:
+        super().__init__()
+        if dim < 1 or num_heads < 1 or dim % num_heads:
+            raise ValueError(f"dim must be a multiple of num_heads, got {dim} and {num_heads}")
+        self.num_heads = num_heads
+        self.head_dim = dim // num_heads
+
+        def linear(coeff: float | None, bias: bool) -> nn.Linear:
+            if coeff is not None:
+                return SpectralLinear(dim, dim, bias, coeff=coeff)
+            layer = nn.Linear(dim, dim, bias)
+            nn.init.xavier_uniform_(layer.weight)
+            if bias:
+                nn.init.zeros_(layer.bias)
+            return layer
+
+        self.q_proj = linear(logit_coeff, True)
+        # A key's bias adds a constant to each row of logits, which softmax ignores.
+        self.k_proj = linear(logit_coeff, False)
+        self.v_proj = linear(value_coeff, False)
+        self.out_proj = linear(value_coeff, True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(*, N, D) -> (*, N, D)."""
+        q, k, v = (
+            rearrange(layer(x), "... n (h d) -> ... h n d", h=self.num_heads)
+            for layer in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        heads = F.scaled_dot_product_attention(q, k, v)
+        return self.out_proj(rearrange(heads, "... h n d -> ... n (h d)"))
+
+    def attention_maps(self) -> AttentionMaps:
+        """Its maps of single tokens, from the weights as they are now."""
+        q, k, v = (
+            rearrange(layer.weight, "(h d) i -> h i d", h=self.num_heads)
+            for layer in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        return AttentionMaps.from_projections(
+            q,
+            k,
+            v,
+            rearrange(self.out_proj.weight, "o (h d) -> h d o", h=self.num_heads),
+            scale=float(self.head_dim**-0.5),
+            query_bias=rearrange(self.q_proj.bias, "(h d) -> h d", h=self.num_heads),
+            out_bias=self.out_proj.bias,
+        )
+
+    def extra_repr(self) -> str:
+        return f"{self.num_heads} heads"
+
+
+@register_bound(DotProductSelfAttention)
+def _(module: DotProductSelfAttention, ask: Ask) -> Bound:
+    raise ask.refuse(
+        "dot-product attention has no finite Lipschitz constant (Kim et al. 2021)",
+        "lipformer.analysis.certified_radius(model, images, labels), which bounds it around each image, "
+        "or the variant 'l2'",
+    )

@@ -1,0 +1,107 @@
+"""One builder for each variant: which parts make its trunk and its readout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import nn
+
+from lipformer.flows import ActNorm, InvertibleResidual
+from lipformer.layers import CenterNorm, Contractive, ConvexResidual
+from lipformer.models import parts
+from lipformer.models.causal_attention import CausalAttention, DotProductAttention, UntiedL2Attention
+from lipformer.models.config import LanguageModelConfig
+
+
+class Body(NamedTuple):
+    """The two halves of a model's body.
+
+    Attributes:
+        trunk: embedded tokens to hidden tokens, (B, N, D) -> (B, N, D).
+        readout: hidden tokens to logits, (B, N, D) -> (B, N, V).
+    """
+
+    trunk: nn.Sequential
+    readout: nn.Sequential
+
+
+def _transformer(
+    config: LanguageModelConfig,
+    attention: Callable[[LanguageModelConfig], nn.Module],
+) -> Body:
+    """Blocks of an attention and the baseline's feed-forward part."""
+    blocks: list[nn.Module] = []
+    for _ in range(config.num_layers):
+        blocks.append(parts.residual_block(config, parts.shifted(config, attention(config))))
+        blocks.append(parts.residual_block(config, parts.plain_feed_forward(config)))
+    return Body(nn.Sequential(*blocks), parts.readout(config))
+
+
+def _untied(kind: type[CausalAttention]) -> Callable[[LanguageModelConfig], nn.Module]:
+    def attention(config: LanguageModelConfig) -> nn.Module:
+        layer = kind(
+            config.dim,
+            config.num_heads,
+            positions=parts.in_attention(config),
+            slopes=config.slopes,
+            dropout=config.dropout,
+        )
+        parts.scale_queries(layer.qkv.weight[: config.dim], config)
+        return layer
+
+    return attention
+
+
+def _tied(config: LanguageModelConfig) -> nn.Module:
+    return parts.tied_attention(config, orthogonal=False)
+
+
+def _contractive(config: LanguageModelConfig) -> Contractive:
+    """Tied attention divided by its bound; the paper's own scaling keeps the paper's weights."""
+    assert config.coeff is not None
+    attention = parts.tied_attention(config, orthogonal=config.bound is None)
+    return Contractive(attention, config.coeff, norm=config.norm)
+
+
+def _build_lipschitz(config: LanguageModelConfig) -> Body:
+    def block(branch: nn.Module) -> nn.Module:
+        if config.norm_place == "pre":
+            branch = nn.Sequential(CenterNorm(config.dim), branch)
+        return ConvexResidual(branch)
+
+    blocks: list[nn.Module] = []
+    for _ in range(config.num_layers):
+        attention = parts.shifted(config, _contractive(config))
+        blocks += [block(attention), block(parts.bounded_feed_forward(config))]
+    return Body(nn.Sequential(*blocks), nn.Sequential(parts.bounded_head(config)))
+
+
+def _build_invertible(config: LanguageModelConfig) -> Body:
+    assert config.coeff is not None
+    causal = config.norm == "self"
+    blocks: list[nn.Module] = []
+    for _ in range(config.num_layers):
+        attention: nn.Module = parts.tied_attention(config, orthogonal=True)
+        if config.token_shift:
+            # Heads are divided one by one only where Contractive holds the attention itself.
+            attention = parts.shifted(config, Contractive(attention, 1.0, norm=config.norm))
+        if causal:
+            blocks.append(InvertibleResidual(attention, config.coeff, mode="causal"))
+        else:
+            blocks.append(InvertibleResidual(attention, config.coeff, norm=config.norm))
+        blocks.append(ActNorm(config.dim))
+        feed_forward = parts.orthogonal_feed_forward(config)
+        norm = "l2" if causal else config.norm
+        blocks += [InvertibleResidual(feed_forward, config.coeff, norm=norm), ActNorm(config.dim)]
+    return Body(nn.Sequential(*blocks), parts.readout(config))
+
+
+BODIES: dict[str, Callable[[LanguageModelConfig], Body]] = {
+    "dot_product": lambda config: _transformer(config, _untied(DotProductAttention)),
+    "l2_untied": lambda config: _transformer(config, _untied(UntiedL2Attention)),
+    "l2": lambda config: _transformer(config, _tied),
+    "contractive": lambda config: _transformer(config, _contractive),
+    "lipschitz": _build_lipschitz,
+    "invertible": _build_invertible,
+}
