@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lipformer.functional.gain import columns as _gain_column
+from lipformer.functional.gain import weighted as _gain_column
 from lipformer.functional.gain.lambertw import lambert_w0
 from lipformer.functional.gain.minimum import l2_gain
 from lipformer.functional.gain.pointwise import alibi_column, pointwise

@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 
 import lipformer as lf
-from lipformer.models import LanguageModel, pretrained
+from lipformer.models import LanguageModel, saved_model
 from tests.models.variants import CASES, VOCABULARY, build, fit, tokens
 
 
@@ -59,7 +59,7 @@ def test_weights_that_are_no_usual_floats_are_named(dtype: torch.dtype, tmp_path
     model = build("l2")
     state = model.state_dict()
     state["embedding.weight"] = state["embedding.weight"].to(dtype)
-    pretrained.save(tmp_path, model.config, state)
+    saved_model.save(tmp_path, model.config, state)
     with pytest.raises(ValueError, match=f"embedding.weight must have .*float32 or.*, got {dtype}"):
         LanguageModel.from_pretrained(tmp_path)
 
@@ -181,10 +181,10 @@ def test_an_unknown_entry_is_named(tmp_path: Path) -> None:
 
 def test_weights_of_another_model_are_named(tmp_path: Path) -> None:
     model = build("l2")
-    pretrained.save(tmp_path, model.config, build("l2", dim=32).state_dict())
+    saved_model.save(tmp_path, model.config, build("l2", dim=32).state_dict())
     with pytest.raises(ValueError, match="does not fit the model: .* of another shape"):
         LanguageModel.from_pretrained(tmp_path)
-    pretrained.save(tmp_path, model.config, build("contractive").state_dict())
+    saved_model.save(tmp_path, model.config, build("contractive").state_dict())
     with pytest.raises(ValueError, match="does not fit the model"):
         LanguageModel.from_pretrained(tmp_path)
 
