@@ -276,7 +276,7 @@ def test_in_a_freia_graph() -> None:
     framework = FrEIA.framework
     module = block()
     start = framework.InputNode(T, D, name="x")
-    node = framework.Node(start, adapters._hosts.FreiaBlock, {"block": module}, name="attention")
+    node = framework.Node(start, adapters.hosts.FreiaBlock, {"block": module}, name="attention")
     network = framework.GraphINN([start, node, framework.OutputNode(node, name="z")])
     x = torch.randn(2, T, D)
     noise, log_det = network(x)
@@ -341,7 +341,7 @@ def test_options_reach_the_block(adapt: Callable[..., Any]) -> None:
 def test_a_missing_library_is_named(
     adapt: Callable[..., Any], package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    adapters._hosts._class.cache_clear()
+    adapters.hosts._class.cache_clear()
     name = "pyro" if package == "pyro-ppl" else package
     for module in [key for key in sys.modules if key.split(".")[0] == name]:
         monkeypatch.setitem(sys.modules, module, None)
@@ -349,7 +349,7 @@ def test_a_missing_library_is_named(
     with pytest.raises(ImportError, match=rf"needs {package}.*pip install 'lipformer\[flows\]'"):
         adapt(block())
     monkeypatch.undo()
-    adapters._hosts._class.cache_clear()
+    adapters.hosts._class.cache_clear()
     adapt(block())
 
 
