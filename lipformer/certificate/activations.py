@@ -25,7 +25,7 @@ def _at_least_one(slope: float) -> float:
     return 1.0 if abs(slope) <= 1.0 else abs(slope)
 
 
-_SLOPES: dict[type[nn.Module], float | Callable[..., float]] = {
+SLOPES: dict[type[nn.Module], float | Callable[..., float]] = {
     nn.Identity: 1.0,
     nn.ReLU: 1.0,
     nn.ReLU6: 1.0,
@@ -57,7 +57,7 @@ def _register(cls: type[nn.Module], slope: float | Callable[..., float]) -> None
         return Bound(slope(module) if callable(slope) else slope, "largest slope")
 
 
-for _cls, _slope in _SLOPES.items():
+for _cls, _slope in SLOPES.items():
     _register(_cls, _slope)
 
 

@@ -1,4 +1,4 @@
-"""How a module's bound is found: one rule for each class, and the tree composes as modules do."""
+"""How a module's bound is found: by the rule of its class, composed as modules compose."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lipformer.certificate.certificate import Certificate, NotCertifiable
+from lipformer.certificate.rules import Rules, kind_of
 from lipformer.functional import spectral_norm_bound
 from lipformer.functional.attention.checks import tracing
 
@@ -51,17 +52,20 @@ class Ask:
         seq_len: the largest number of tokens, or None if the caller gave none.
         path: where the module stands in the model.
         kind: the module's class.
-        as_eval: count dropout as in eval mode, whatever the mode (Contractive divides by that).
+        in_forward: asked within a forward pass, by Contractive: dropout counts as in eval mode, values
+            on a device are not read, what was checked when the module was built is not checked again.
         known: weights and their spectral norms, given beforehand or found while answering, so that each
             is computed once for all norms; None to remember nothing.
+        unit: a module that counts as 1, so that the answer is what the others multiply it by.
     """
 
     norm: str
     seq_len: int | None = None
     path: str = ""
     kind: str = ""
-    as_eval: bool = False
+    in_forward: bool = False
     known: list[tuple[Tensor, Tensor]] | None = None
+    unit: nn.Module | None = None
 
     def spectral_norm(self, weight: Tensor) -> Tensor:
         """An upper bound of the spectral norm of ``weight`` (m, n), a float64 scalar."""
@@ -75,7 +79,7 @@ class Ask:
 
     def readable(self, tensor: Tensor) -> bool:
         """Whether values may be looked at: not in a graph, nor off the CPU within a forward pass."""
-        return not tracing() and (tensor.device.type == "cpu" or not self.as_eval)
+        return not tracing() and (tensor.device.type == "cpu" or not self.in_forward)
 
     def child(self, module: nn.Module, name: str) -> Bound:
         """The bound of a child module under the same question."""
@@ -92,9 +96,9 @@ class Ask:
             raise self.refuse(f"it has no bound in the {self.norm} norm", instead)
 
 
-Rule = Callable[[nn.Module, Ask], "Bound | float | Tensor"]
-_R = TypeVar("_R", bound=Callable[..., "Bound | float | Tensor"])
-_rules: dict[type[nn.Module], Rule] = {}
+_Rule = Callable[..., "Bound | float | Tensor"]
+_R = TypeVar("_R", bound=_Rule)
+bound_rules: Rules[_Rule] = Rules("bound", "lipformer.register_bound")
 
 
 def register_bound(module_class: type[nn.Module]) -> Callable[[_R], _R]:
@@ -115,39 +119,19 @@ def register_bound(module_class: type[nn.Module]) -> Callable[[_R], _R]:
         >>> certify(Halve()).bound
         0.5
     """
-    if not (isinstance(module_class, type) and issubclass(module_class, nn.Module)):
-        raise TypeError(f"register_bound takes a subclass of torch.nn.Module, got {module_class!r}")
-
-    def register(rule: _R) -> _R:
-        _rules[module_class] = rule
-        return rule
-
-    return register
+    return bound_rules.register(module_class)
 
 
 def bound_of(module: nn.Module, ask: Ask) -> Bound:
     """The bound of a module by its class's rule, composed but not yet rounded to a float."""
-    kind = next(c.__name__ for c in type(module).__mro__ if not c.__name__.startswith("Parametrized"))
-    ask = replace(ask, kind=kind)
-    for cls in type(module).__mro__:
-        rule = _rules.get(cls)
-        if rule is None:
-            continue
-        if type(module).forward is not cls.forward:  # type: ignore[attr-defined]
-            raise ask.refuse(
-                f"it overrides the forward of {cls.__name__}, whose bound may no longer hold",
-                f"lipformer.register_bound({kind})",
-            )
-        refuse_hooks(module, ask)
-        found = rule(module, ask)
-        bound = found if isinstance(found, Bound) else Bound(found)
-        _check_value(bound.value, kind)
-        value = bound.value.double() if isinstance(bound.value, Tensor) else float(bound.value)
-        return replace(bound, value=value, path=ask.path, kind=kind)
-    raise ask.refuse(
-        "no bound is known for this class",
-        f"a module from the README's table, or lipformer.register_bound({kind})",
-    )
+    if module is ask.unit:
+        return Bound(1.0, "counted apart")
+    ask = replace(ask, kind=kind_of(module))
+    found = bound_rules.of(module, ask.refuse)(module, ask)
+    bound = found if isinstance(found, Bound) else Bound(found)
+    _check_value(bound.value, ask.kind)
+    value = bound.value.double() if isinstance(bound.value, Tensor) else float(bound.value)
+    return replace(bound, value=value, path=ask.path, kind=ask.kind)
 
 
 def _check_value(value: object, kind: str) -> None:
@@ -159,22 +143,6 @@ def _check_value(value: object, kind: str) -> None:
         )
     if number and not value >= 0:  # type: ignore[operator]
         raise ValueError(f"the rule of {kind} must return a bound >= 0, got {value!r}")
-
-
-def refuse_hooks(module: nn.Module, ask: Ask) -> None:
-    """Hooks and replaced forwards can change what a module computes; torch.distributed's do not."""
-    if "forward" in module.__dict__:
-        raise ask.refuse(
-            "its forward was replaced on the instance", f"lipformer.register_bound({ask.kind})"
-        )
-    for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
-        origin = getattr(hook, "__module__", None) or type(hook).__module__
-        if not origin.startswith("torch.distributed"):
-            name = getattr(hook, "__name__", type(hook).__name__)
-            raise ask.refuse(
-                f"the forward hook {name} may change its weights, input or output",
-                "removing the hook; for weights lipformer.spectral_bound or torch's parametrizations",
-            )
 
 
 def _refuse_non_finite(module: nn.Module) -> None:

@@ -1,7 +1,4 @@
-"""Bounds of torch's containers, dropout, norms and Transformer encoder layers.
-
-Which of (B, N, D) and (N, B, D) the parts of a module take.
-"""
+"""Bounds of torch's containers, dropout, norms and Transformer encoder layers."""
 
 from __future__ import annotations
 
@@ -17,6 +14,7 @@ from lipformer.certificate.bounds import (
     ROUND_UP,
     Ask,
     Bound,
+    bound_rules,
     register_bound,
     times,
     weighted_sum,
@@ -55,32 +53,43 @@ def mixed_axes(module: nn.Module) -> str | None:
     )
 
 
+def parts_of(module: nn.Module) -> dict[str, nn.Module]:
+    """The modules that a Sequential runs; unlike named_children(), a module's second use too."""
+    return {name: part for name, part in module._modules.items() if part is not None}
+
+
 @register_bound(nn.Sequential)
-def _(module: nn.Sequential, ask: Ask) -> Bound:
-    # Not in compiled graphs, which were run eagerly before or hold what was checked when it was built.
-    mixed = None if tracing() else mixed_axes(module)
+def sequential_bound(module: nn.Sequential, ask: Ask) -> Bound:
+    """The product of the parts' bounds."""
+    mixed = None if ask.in_forward or tracing() else mixed_axes(module)
     if mixed is not None:
         raise ask.refuse(mixed, "attention with batch_first=True")
-    # Not named_children(), which leaves out a module's second use.
     parts = []
-    for name, child in module._modules.items():
-        if child is not None:
-            part = ask.child(child, name)
-            parts.append(part)
-            if not part.keeps_tokens:
-                ask = replace(ask, seq_len=None)
+    for name, child in parts_of(module).items():
+        part = ask.child(child, name)
+        parts.append(part)
+        if not part.keeps_tokens:
+            ask = replace(ask, seq_len=None)
     return times(*parts)
 
 
+def chain(module: nn.Module, ask: Ask) -> list[nn.Module]:
+    """The modules that run one after another, those of a Sequential in its place."""
+    if bound_rules.find(module, ask.refuse) is not sequential_bound:
+        return [module]
+    return [leaf for part in parts_of(module).values() for leaf in chain(part, ask)]
+
+
 def _dropout_rule(module: nn.Dropout, ask: Ask) -> Bound:
-    if module.training and module.p > 0 and not ask.as_eval:
+    if module.training and module.p > 0 and not ask.in_forward:
         raise ask.refuse(
             f"dropout with p={module.p} is random in training mode", "model.eval() before certify"
         )
     return Bound(1.0, "identity in eval mode")
 
 
-for _cls in (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout):
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
+for _cls in DROPOUTS:
     register_bound(_cls)(_dropout_rule)
 
 

@@ -94,7 +94,7 @@ class ActNorm(TokenWise):
 
 @register_bound(ActNorm)
 def _(module: ActNorm, ask: Ask) -> Bound:
-    if ask.as_eval and module.training and not tracing() and not module.is_set():
+    if ask.in_forward and module.training and not tracing() and not module.is_set():
         raise ask.refuse(
             "its first training batch would change its scale after it was divided by its bound",
             "initialize(x) before it goes into a contractive or invertible branch",

@@ -15,9 +15,8 @@ from lipformer.certificate import Ask, Bound, register_bound, times
 from lipformer.flows.act_norm import ActNorm
 from lipformer.flows.invertible_residual import InvertibleResidual
 from lipformer.flows.linear import InvertibleLinear, Permutation
-from lipformer.flows.log_det.pullback import without_padding
 from lipformer.layers import L2MultiheadAttention, LipSwish, SpectralLinear
-from lipformer.layers.attention.layout import padding
+from lipformer.layers.layout import padding, without_padding
 from lipformer.layers.one_pass import OnePass
 
 LINEAR = {"plu": InvertibleLinear, "permutation": Permutation}

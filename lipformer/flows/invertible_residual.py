@@ -12,16 +12,17 @@ from lipformer.certificate import Ask, Bound, register_bound, weighted_sum
 from lipformer.certificate.bounds import NORMS
 from lipformer.flows.log_det.exact import check_causal, supports_causal
 from lipformer.flows.log_det.methods import METHODS, LogDet, residual_log_det
-from lipformer.flows.log_det.pullback import masked_branch, without_padding
+from lipformer.flows.masked_branch import masked_branch
 from lipformer.flows.solve.causal import solve_causal
 from lipformer.flows.solve.fixed_point import Branch, Record, solve_fixed_point
 from lipformer.flows.solve.implicit import attach_gradient
 from lipformer.flows.solve.norms import DUAL_MEASURES, MEASURES
-from lipformer.layers import Contractive, L2MultiheadAttention, frozen
-from lipformer.layers.attention import layout
-from lipformer.layers.baking import bake_in_place, register_bake
-from lipformer.layers.decoding import Cache, select_cache, step_module
+from lipformer.layers import Contractive, L2MultiheadAttention, frozen, layout
+from lipformer.layers.branch import Call
+from lipformer.layers.decoding import Cache, register_step, select_cache, step_module
 from lipformer.layers.freezing import Freezable
+from lipformer.layers.layer import bake_in_place, register_bake
+from lipformer.layers.layout import without_padding
 from lipformer.layers.residual import same_shape
 
 MODES = ("norm", "causal")
@@ -286,15 +287,6 @@ class InvertibleResidual(Freezable):
             probes=self.probes,
         )
 
-    def step(
-        self, x: Tensor, cache: Cache = None, key_padding_mask: Tensor | None = None
-    ) -> tuple[Tensor, Cache]:
-        """forward of new tokens (B, T, D) of a causal block: their rows and the new cache."""
-        _check_tokens(x)
-        padding = layout.padding(key_padding_mask, x)
-        out, cache = step_module(self.branch, without_padding(x, padding), cache, padding)
-        return x + without_padding(same_shape(x, out), padding), cache
-
     @torch.no_grad()
     def inverse_step(
         self,
@@ -373,3 +365,11 @@ def _(module: InvertibleResidual) -> nn.Module:
     module._baked_norm = module.norm_in_use()
     module.branch = bake_in_place(module.branch)
     return module
+
+
+@register_step(InvertibleResidual)
+def _(module: InvertibleResidual, x: Tensor, cache: Cache, call: Call) -> tuple[Tensor, Cache]:
+    _check_tokens(x)
+    padding = layout.padding(call.key_padding_mask, x)
+    out, cache = step_module(module.branch, without_padding(x, padding), cache, padding)
+    return x + without_padding(same_shape(x, out), padding), cache

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from lipformer.certificate import Ask, Bound, register_bound
 from lipformer.certificate.linear_rules import linear_bound
-from lipformer.flows.log_det.pullback import without_padding
-from lipformer.layers.attention.layout import padding
+from lipformer.layers.layout import padding, without_padding
 
 
 class TokenWise(nn.Module, ABC):

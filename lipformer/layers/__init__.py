@@ -1,18 +1,21 @@
 """Layers: modules that hold weights and have a constant that certify knows."""
 
 from lipformer.layers.activations import LipSwish, MaxMin
+from lipformer.layers.attention import bound, own_token  # noqa: F401  rules
 from lipformer.layers.attention.key_cache import KeyCache
 from lipformer.layers.attention.multihead import L2MultiheadAttention
-from lipformer.layers.baking import bake
 from lipformer.layers.contractive import Contractive
 from lipformer.layers.convert import convert_attention
-from lipformer.layers.decoding import step_module
+from lipformer.layers.decoding import register_step, step_module
 from lipformer.layers.feed_forward import FeedForward
 from lipformer.layers.freezing import frozen
+from lipformer.layers.layer import bake, register_bake
+from lipformer.layers.own_token import register_own_token
 from lipformer.layers.residual import ConvexResidual, Residual
 from lipformer.layers.spectral import SpectralBound, SpectralLinear, spectral_bound
 from lipformer.layers.token_norms import BallProjection, CenterNorm
 from lipformer.layers.token_shift import TokenShift
+from lipformer.layers.token_wise import register_token_wise
 
 __all__ = [
     "BallProjection",
@@ -31,6 +34,10 @@ __all__ = [
     "bake",
     "convert_attention",
     "frozen",
+    "register_bake",
+    "register_own_token",
+    "register_step",
+    "register_token_wise",
     "spectral_bound",
     "step_module",
 ]

@@ -11,6 +11,9 @@ from torch import Tensor, nn
 
 from lipformer.certificate import Ask, Bound, register_bound
 from lipformer.functional.attention.checks import tracing
+from lipformer.layers.branch import Call
+from lipformer.layers.own_token import push_elementwise
+from lipformer.layers.token_wise import register_token_wise
 
 
 def _swap(x: Tensor, kept: Tensor) -> Tensor:
@@ -68,6 +71,12 @@ class LipSwish(nn.Module):
         return F.silu(x) / 1.1
 
 
+def _push_max_min(module: MaxMin, x: Tensor, tangents: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """A permutation of each pair of features, the identity where the two are equal."""
+    a, b = x.detach().chunk(2, dim=-1)
+    return module(x), _swap(tangents, (a >= b).to(x.dtype))
+
+
 @register_bound(MaxMin)
 def _(module: MaxMin, ask: Ask) -> Bound:
     return Bound(1.0, "sorting pairs")
@@ -76,3 +85,7 @@ def _(module: MaxMin, ask: Ask) -> Bound:
 @register_bound(LipSwish)
 def _(module: LipSwish, ask: Ask) -> Bound:
     return Bound(1.0, "largest slope 1.0998394 / 1.1")
+
+
+register_token_wise(LipSwish, push_elementwise)
+register_token_wise(MaxMin, _push_max_min)

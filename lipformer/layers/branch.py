@@ -3,34 +3,68 @@
 from __future__ import annotations
 
 import inspect
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
-
-def _parameters(cls: type[nn.Module]) -> frozenset[str]:
-    return frozenset(inspect.signature(cls.forward).parameters)
+from lipformer.certificate.torch_rules import mixed_axes, parts_of
 
 
-def call_branch(module: nn.Module, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-    """Runs a branch on x: the first element of a tuple, with the padding mask passed on.
+class Call(NamedTuple):
+    """What goes along with the tokens to every module that takes it.
 
-    The mask goes to every module whose forward takes it, also inside nn.Sequential; token-wise
-    layers do not need it. Attention weights are not asked for.
+    Attributes:
+        key_padding_mask: (B, N), True at padded tokens, or None.
+        head_scale: a factor for each head (H,), or None; see :mod:`lipformer.layers.per_head`.
+    """
+
+    key_padding_mask: Tensor | None = None
+    head_scale: Tensor | None = None
+
+
+# inspect.signature takes longer than a small layer; a class keeps its forward.
+_accepted: dict[type[nn.Module], frozenset[str]] = {}
+
+
+def _accepts(cls: type[nn.Module]) -> frozenset[str]:
+    if cls not in _accepted:
+        _accepted[cls] = frozenset(inspect.signature(cls.forward).parameters)
+    return _accepted[cls]
+
+
+def call_branch(
+    module: nn.Module,
+    x: Tensor,
+    key_padding_mask: Tensor | None = None,
+    head_scale: Tensor | None = None,
+) -> Tensor:
+    """Runs a branch on x: the first element of a tuple, with what a :class:`Call` holds passed on.
+
+    The mask and the factors go to every module whose forward takes them, also inside nn.Sequential;
+    token-wise layers do not need them. Attention weights are not asked for.
     """
     if type(module).forward is nn.Sequential.forward:
-        # Not children(), which leaves out a module's second use.
-        for child in module._modules.values():
-            if child is not None:
-                x = call_branch(child, x, key_padding_mask)
+        for part in parts_of(module).values():
+            x = call_branch(part, x, key_padding_mask, head_scale)
         return x
-    accepted = _parameters(type(module))
+    accepted = _accepts(type(module))
     options: dict[str, object] = {}
     if key_padding_mask is not None:
         # torch's encoders have a name of their own for it.
         for name in ("key_padding_mask", "src_key_padding_mask"):
             if name in accepted:
                 options[name] = key_padding_mask
+    if head_scale is not None and "head_scale" in accepted:
+        options["head_scale"] = head_scale
     if "need_weights" in accepted:
         options["need_weights"] = False
     out = module(x, **options)
     return out[0] if isinstance(out, tuple) else out
+
+
+def one_layout(branch: nn.Module) -> nn.Module:
+    """Returns the branch; raises if it takes tokens both as (B, N, D) and as (N, B, D)."""
+    mixed = mixed_axes(branch)
+    if mixed is not None:
+        raise ValueError(f"{mixed}; build attention with batch_first=True")
+    return branch

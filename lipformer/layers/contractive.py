@@ -6,27 +6,37 @@ import math
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipformer.certificate import Ask, Bound, NotCertifiable, register_bound
 from lipformer.certificate.bounds import bound_of, check_norm, check_seq_len
+from lipformer.certificate.rules import kind_of
 from lipformer.functional.spectral.bound import spectral_norm_bounds
-from lipformer.layers.attention.bound import (
-    attention_bound,
-    bake_attention,
-    contractive_head_bounds,
-    head_matrices,
-    positive,
-)
-from lipformer.layers.attention.multihead import L2MultiheadAttention
-from lipformer.layers.baking import FirstOutput, Scaled, bake_in_place, register_bake, round_down
-from lipformer.layers.branch import call_branch
-from lipformer.layers.decoding import Cache, step_module
+from lipformer.layers.branch import Call, call_branch, one_layout
+from lipformer.layers.decoding import Cache, register_step, step_module
 from lipformer.layers.freezing import Freezable
+from lipformer.layers.layer import bake_in_place, register_bake
+from lipformer.layers.own_token import push_own, register_own_token
+from lipformer.layers.per_head import PerHead, divided_part, per_head
+from lipformer.layers.scaled import FirstOutput, Scaled, round_down
 from lipformer.layers.spectral import rounding_margin
 
 # Norms that norm=None chooses from; the smallest bound wins.
 _CHOICES = ("l2", "token", "linf")
+
+
+def positive(bound: Tensor) -> Tensor:
+    """Keeps a bound that is divided by away from zero, as a larger bound.
+
+    A bound of exactly 0 becomes 1: such a module (a zero-initialised output, or a custom layer whose
+    tokens have no effect on themselves, in the self norm) has the constant 0 at any scale, so that
+    there is nothing to divide by, and what the bound does not see (biases, gradients, the effect on
+    other tokens) must not be enlarged. Other small bounds are raised to 1e-6, so that gradients stay
+    finite.
+    """
+    # threshold, whose derivative is one kernel where that of clamp_min is three.
+    return F.threshold(bound, 1e-6, 1e-6).masked_fill(bound == 0.0, 1.0)
 
 
 class Contractive(Freezable):
@@ -34,8 +44,9 @@ class Contractive(Freezable):
 
     UB is recomputed in every forward pass and gradients flow through it. L2 attention is divided head
     by head, each by its own gain (docs/theory, section 2), so that heads of short range are hardly
-    shrunk. Dropout in the module counts as in eval mode. A module of bound 0 has nothing to divide by
-    and is multiplied by c alone.
+    shrunk; so is a sequence that holds one attention, the other parts' bounds divided out with it, and
+    then the factors act in the attention and not at the end. Dropout in the module counts as in eval
+    mode. A module of bound 0 has nothing to divide by and is multiplied by c alone.
 
     Args:
         module: any certifiable module. Attention needs a length: ``seq_len``, its own max_len, a
@@ -66,16 +77,17 @@ class Contractive(Freezable):
         if norm is not None:
             check_norm(norm)
         check_seq_len(seq_len)
-        self.module = module
+        self.module = one_layout(module)
         self.coeff = float(coeff)
         self.norm = norm
         self.seq_len = seq_len
-        attentions = [part for part in module.modules() if isinstance(part, L2MultiheadAttention)]
-        self._holds_attention = bool(attentions)
+        refuse = self._ask("l2").refuse
+        limited = [part for part in module.modules() if per_head.find(part, refuse) is not None]
         if seq_len is not None:
             # Longer inputs than certified must fail, not pass uncertified.
-            for attention in attentions:
-                attention.max_len = min(seq_len, attention.max_len or seq_len)
+            for part in limited:
+                part.max_len = min(seq_len, part.max_len or seq_len)  # type: ignore[assignment, type-var]
+        self._limits_itself = bool(limited)
         self.norms = self._possible_norms()
 
     @property
@@ -84,7 +96,7 @@ class Contractive(Freezable):
         return self.seq_len
 
     def _ask(self, norm: str, known: list[tuple[Tensor, Tensor]] | None = None) -> Ask:
-        return Ask(norm, self.seq_len, "module", type(self.module).__name__, as_eval=True, known=known)
+        return Ask(norm, self.seq_len, "module", kind_of(self.module), in_forward=True, known=known)
 
     def _possible_norms(self) -> tuple[str, ...]:
         """The norms in which the module has a bound; raises NotCertifiable if there is none."""
@@ -99,26 +111,22 @@ class Contractive(Freezable):
                 refusals.append(error)
         if not found:
             raise refusals[0]
-        self._names = tuple(name for name, _ in self.module.named_parameters())
+        places = [
+            (part, name)
+            for part in self.module.modules()
+            for name, weight in part._parameters.items()
+            if weight is not None
+        ]
         normed = {id(weight) for weight, _ in known}
-        self._normed = tuple(name for name, p in self.module.named_parameters() if id(p) in normed)
+        self._places = places
+        self._normed = [(part, name) for part, name in places if id(part._parameters[name]) in normed]
         return tuple(found)
-
-    def _now(self, names: tuple[str, ...]) -> tuple[Tensor, ...]:
-        """The tensors that stand under these names; what is gone since is left out."""
-        found: list[object] = []
-        for name in names:
-            place: object = self.module
-            for step in name.split("."):
-                place = getattr(place, step, None)
-            found.append(place)
-        return tuple(tensor for tensor in found if isinstance(tensor, Tensor))
 
     def scales(self) -> Tensor:
         """The factors of this forward pass, with their gradient.
 
         Returns:
-            (H,) for the heads of L2 attention, a scalar for any other module.
+            (H,) for the heads of a module that is divided head by head, a scalar for any other.
         """
         return self.derived(self._scales, self.sources())
 
@@ -128,7 +136,10 @@ class Contractive(Freezable):
 
     def sources(self) -> tuple[Tensor, ...]:
         """The weights that the factors come from."""
-        return self._now(self._names)
+        return _weights(self._places)
+
+    def _divided(self) -> tuple[nn.Module, PerHead] | None:
+        return divided_part(self.module, self._ask("l2"))
 
     def matrices(self) -> list[Tensor]:
         """The matrices (*, m, n) by whose spectral norms the module is divided, as far as noted.
@@ -136,9 +147,9 @@ class Contractive(Freezable):
         Weights of layers that were put in later are not among them: their norms are computed when the
         rules ask for them.
         """
-        if isinstance(self.module, L2MultiheadAttention):
-            return list(head_matrices(self.module, self.norms).values())
-        return [weight for weight in self._now(self._normed) if weight.ndim == 2]
+        divided = self._divided()
+        rest = [weight for weight in _weights(self._normed) if weight.ndim == 2]
+        return rest if divided is None else [*divided[1].matrices(divided[0], self.norms), *rest]
 
     def scales_of(self, matrices: list[Tensor], norms: list[Tensor]) -> Tensor:
         """:meth:`scales` from the bounds of the norms of :meth:`matrices`."""
@@ -149,23 +160,27 @@ class Contractive(Freezable):
 
     def _options(self, matrices: list[Tensor], norms: list[Tensor]) -> list[Tensor]:
         """The factors for each of the norms in which the module may be divided, (H,) or scalars."""
-        margin = max([0.0, *(rounding_margin(p) for p in self.module.parameters())])
-        coeff = self.coeff * (1.0 - margin)
-        if isinstance(self.module, L2MultiheadAttention):
-            asks = [self._ask(norm) for norm in self.norms]
-            bounds = contractive_head_bounds(self.module, asks, norms)
-            return [coeff * positive(bound).reciprocal() for bound in bounds]
-        # Where the weights are: a bound may be a number, which is divided by here.
-        like = next(self.module.parameters(), torch.empty(()))
-        options, known = [], list(zip(matrices, norms, strict=True))
-        for norm in self.norms:
-            bound = bound_of(self.module, self._ask(norm, known)).value
-            if isinstance(bound, Tensor):
-                options.append(coeff * positive(bound).reciprocal())
+        weights = self.sources()
+        coeff = self.coeff * (1.0 - max([0.0, *map(rounding_margin, weights)]))
+        asks = [self._ask(norm, list(zip(matrices, norms, strict=True))) for norm in self.norms]
+        divided = self._divided()
+        if divided is None:
+            rests = [bound_of(self.module, ask).value for ask in asks]
+            bounds: list[Tensor | float] = [1.0] * len(asks)
+        else:
+            layer, rule = divided
+            rests = [bound_of(self.module, replace(ask, unit=layer)).value for ask in asks]
+            bounds = list(rule.divisors(layer, asks, norms))
+        options = []
+        for rest, bound in zip(rests, bounds, strict=True):
+            value = bound if isinstance(rest, float) and rest == 1.0 else rest * bound
+            if isinstance(value, Tensor):
+                options.append(coeff * positive(value).reciprocal())
             else:
-                factor = coeff / (max(bound, 1e-6) if bound else 1.0)
-                # Not like.new_full: of a weight that is shared out it would be shared out too.
-                options.append(torch.full((), factor, dtype=torch.float64, device=like.device))
+                # Where the weights are. Not new_full: of a weight that is shared out it would be too.
+                factor = coeff / (max(value, 1e-6) if value else 1.0)
+                device = weights[0].device if weights else None
+                options.append(torch.full((), factor, dtype=torch.float64, device=device))
         return options
 
     @staticmethod
@@ -184,27 +199,25 @@ class Contractive(Freezable):
     def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """Runs the module and divides; shapes as the module's."""
         scales = self.scales()
-        if isinstance(self.module, L2MultiheadAttention):
-            return self.module.scaled(x, scales, scales.mean(), key_padding_mask)
-        if self.seq_len is not None and not self._holds_attention and x.shape[-2] > self.seq_len:
-            raise ValueError(f"seq_len is {self.seq_len}, got shape {tuple(x.shape)}")
+        if scales.ndim:
+            return call_branch(self.module, x, key_padding_mask, scales)
+        self.check_length(x)
         out = call_branch(self.module, x, key_padding_mask)
         return out * round_down(scales, out.dtype)
 
-    def step(
-        self, x: Tensor, cache: Cache = None, key_padding_mask: Tensor | None = None
-    ) -> tuple[Tensor, Cache]:
-        """Step-by-step decoding of a causal module (see :func:`step_module`)."""
-        scales = self.scales()
-        if not isinstance(self.module, L2MultiheadAttention):
-            out, cache = step_module(self.module, x, cache, key_padding_mask)
-            return out * round_down(scales, out.dtype), cache
-        if self.module.causal is not True:
-            raise ValueError(f"step needs attention built with causal=True, got {self.module.causal}")
-        return self.module.step(x, cache, key_padding_mask, head_scale=scales, bias_scale=scales.mean())
+    def check_length(self, x: Tensor) -> None:
+        """Raises for more tokens than the module was divided for, unless the module does."""
+        if self.seq_len is not None and not self._limits_itself and x.shape[-2] > self.seq_len:
+            raise ValueError(f"seq_len is {self.seq_len}, got shape {tuple(x.shape)}")
 
     def extra_repr(self) -> str:
         return f"coeff={self.coeff}, norm={self.norm!r}, seq_len={self.seq_len}"
+
+
+def _weights(places: list[tuple[nn.Module, str]]) -> tuple[Tensor, ...]:
+    """The weights that stand in these places now."""
+    found = (part._parameters.get(name) for part, name in places)
+    return tuple(weight for weight in found if weight is not None)
 
 
 @register_bound(Contractive)
@@ -214,7 +227,7 @@ def _(module: Contractive, ask: Ask) -> Bound:
             f"seq_len={ask.seq_len} exceeds the {module.seq_len} that it was divided for",
             f"seq_len <= {module.seq_len}",
         )
-    if ask.as_eval and ask.seq_len is None and module.norms == (ask.norm,):
+    if ask.in_forward and ask.seq_len is None and module.norms == (ask.norm,):
         # Asked by a module around it in each forward pass: no bound is computed for a known constant.
         return Bound(module.coeff, f"divided by its {ask.norm} bound")
     seq_len = module.seq_len if ask.seq_len is None else ask.seq_len
@@ -223,21 +236,46 @@ def _(module: Contractive, ask: Ask) -> Bound:
     options = module._options(matrices, spectral_norm_bounds(matrices))
     choice = module._choice(options)
     scales = torch.stack(options).index_select(0, choice).squeeze(0)
-    divided = module.norms[int(choice)] if ask.readable(choice) else " or ".join(module.norms)
-    if isinstance(module.module, L2MultiheadAttention):
-        value = attention_bound(module.module, inner, scales)
-    else:
+    name = module.norms[int(choice)] if ask.readable(choice) else " or ".join(module.norms)
+    divided = module._divided()
+    if divided is None:
         value = bound_of(module.module, inner).value * scales.amax()
+    else:
+        layer, rule = divided
+        value = (
+            rule.bound(layer, inner, scales) * bound_of(module.module, replace(inner, unit=layer)).value
+        )
     if ask.norm in module.norms:
         # In the norm that it was divided by, the constant is known without a second bound.
         chosen = (choice == module.norms.index(ask.norm)).squeeze(0)
         value = torch.where(chosen, module.coeff, value)
-    return Bound(value, f"divided by its {divided} bound")
+    return Bound(value, f"divided by its {name} bound")
 
 
 @register_bake(Contractive)
 def _(module: Contractive) -> nn.Module:
+    scales, divided = module.scales(), module._divided()
+    if divided is None:
+        return Scaled(bake_in_place(module.module), scales)
+    layer, rule = divided
+    return FirstOutput(bake_in_place(module.module, {layer: rule.bake(layer, scales)}))
+
+
+@register_step(Contractive)
+def _(module: Contractive, x: Tensor, cache: Cache, call: Call) -> tuple[Tensor, Cache]:
     scales = module.scales()
-    if isinstance(module.module, L2MultiheadAttention):
-        return FirstOutput(bake_attention(module.module, scales, scales.mean()))
-    return Scaled(bake_in_place(module.module), scales)
+    if scales.ndim:
+        return step_module(module.module, x, cache, call.key_padding_mask, scales)
+    out, cache = step_module(module.module, x, cache, call.key_padding_mask)
+    return out * round_down(scales, out.dtype), cache
+
+
+@register_own_token(Contractive, parts=lambda module: {"module": module.module})
+def _(module: Contractive, x: Tensor, tangents: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    scales = module.scales()
+    if scales.ndim:
+        return push_own(module.module, x, tangents, call.key_padding_mask, scales)
+    module.check_length(x)
+    out, pushed = push_own(module.module, x, tangents, call.key_padding_mask)
+    scale = round_down(scales, out.dtype)
+    return out * scale, pushed * scale

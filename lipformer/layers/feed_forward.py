@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from torch import Tensor, nn
+from torch import nn
 
 from lipformer.layers.activations import MaxMin
-from lipformer.layers.baking import Bakeable
-from lipformer.layers.decoding import Cache, step_module
+from lipformer.layers.layer import Layer
 from lipformer.layers.spectral import SpectralLinear
 
 
-class FeedForward(nn.Sequential, Bakeable):
+class FeedForward(nn.Sequential, Layer):
     """Two linear layers around an activation; the product of their norms is at most ``coeff``.
 
     Args:
@@ -48,9 +47,3 @@ class FeedForward(nn.Sequential, Bakeable):
             layers["dropout"] = nn.Dropout(dropout)
         layers["down"] = down
         super().__init__(layers)
-
-    def step(
-        self, x: Tensor, cache: Cache = None, key_padding_mask: Tensor | None = None
-    ) -> tuple[Tensor, Cache]:
-        """The rows of new tokens (see :func:`step_module`)."""
-        return step_module(self, x, cache, key_padding_mask)

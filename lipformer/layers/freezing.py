@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipformer.layers.baking import Bakeable
+from lipformer.layers.layer import Layer
 
 
-class Freezable(Bakeable):
+class Freezable(Layer):
     """A module with one tensor derived from its weights, kept only inside a freeze."""
 
     def __init__(self) -> None:

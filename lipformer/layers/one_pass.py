@@ -11,13 +11,13 @@ from torch import nn
 
 from lipformer.functional import spectral_norm_bound
 from lipformer.functional.spectral.bound import spectral_norm_bounds
-from lipformer.layers.baking import Bakeable
 from lipformer.layers.contractive import Contractive
 from lipformer.layers.freezing import Freezable
+from lipformer.layers.layer import Layer
 from lipformer.layers.spectral import SpectralBound
 
 
-class OnePass(Bakeable):
+class OnePass(Layer):
     """A module whose layers' spectral norms are computed together in each of its forward passes.
 
     A layer alone computes the norms of its weights when it runs: some 70 kernels a layer. Such a module

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from lipformer.certificate import Ask, Bound, register_bound, weighted_sum
-from lipformer.certificate.torch_rules import mixed_axes
-from lipformer.layers.branch import call_branch
-from lipformer.layers.decoding import Cache, step_module
+from lipformer.layers.branch import Call, call_branch, one_layout
+from lipformer.layers.decoding import Cache, register_step, step_module
 from lipformer.layers.one_pass import OnePass
+from lipformer.layers.own_token import push_own, register_own_token
 
 
 def same_shape(x: Tensor, out: Tensor) -> Tensor:
@@ -19,14 +19,6 @@ def same_shape(x: Tensor, out: Tensor) -> Tensor:
             f"the branch must keep the shape {tuple(x.shape)} of its input, got {tuple(out.shape)}"
         )
     return out
-
-
-def one_layout(branch: nn.Module) -> nn.Module:
-    """Returns the branch; raises if it takes tokens both as (B, N, D) and as (N, B, D)."""
-    mixed = mixed_axes(branch)
-    if mixed is not None:
-        raise ValueError(f"{mixed}; build attention with batch_first=True")
-    return branch
 
 
 class Residual(OnePass):
@@ -44,14 +36,11 @@ class Residual(OnePass):
     def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """Shapes as the branch's; the mask is passed on to it."""
         with self.one_pass():
-            return x + same_shape(x, call_branch(self.branch, x, key_padding_mask))
+            return self.mix(x, call_branch(self.branch, x, key_padding_mask))
 
-    def step(
-        self, x: Tensor, cache: Cache = None, key_padding_mask: Tensor | None = None
-    ) -> tuple[Tensor, Cache]:
-        """Step-by-step decoding of a causal branch (see :func:`step_module`)."""
-        out, cache = step_module(self.branch, x, cache, key_padding_mask)
-        return x + same_shape(x, out), cache
+    def mix(self, x: Tensor, out: Tensor) -> Tensor:
+        """x + out."""
+        return x + same_shape(x, out)
 
 
 class ConvexResidual(OnePass):
@@ -73,16 +62,10 @@ class ConvexResidual(OnePass):
     def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """Shapes as the branch's; the mask is passed on to it."""
         with self.one_pass():
-            return self._mix(x, call_branch(self.branch, x, key_padding_mask))
+            return self.mix(x, call_branch(self.branch, x, key_padding_mask))
 
-    def step(
-        self, x: Tensor, cache: Cache = None, key_padding_mask: Tensor | None = None
-    ) -> tuple[Tensor, Cache]:
-        """Step-by-step decoding of a causal branch (see :func:`step_module`)."""
-        out, cache = step_module(self.branch, x, cache, key_padding_mask)
-        return self._mix(x, out), cache
-
-    def _mix(self, x: Tensor, out: Tensor) -> Tensor:
+    def mix(self, x: Tensor, out: Tensor) -> Tensor:
+        """(1 - a) x + a out."""
         # Not lerp, which refuses two dtypes, as autocast makes them.
         return torch.add((1.0 - self.weight) * x, same_shape(x, out), alpha=self.weight)
 
@@ -100,3 +83,22 @@ def _(module: ConvexResidual, ask: Ask) -> Bound:
     a = module.weight
     branch = ask.child(module.branch, "branch")
     return weighted_sum((1.0 - a, a), (None, branch), f"convex residual {1 - a:g} + {a:g} L")
+
+
+def _step(
+    module: Residual | ConvexResidual, x: Tensor, cache: Cache, call: Call
+) -> tuple[Tensor, Cache]:
+    out, cache = step_module(module.branch, x, cache, call.key_padding_mask)
+    return module.mix(x, out), cache
+
+
+def _push(
+    module: Residual | ConvexResidual, x: Tensor, tangents: Tensor, call: Call
+) -> tuple[Tensor, Tensor]:
+    out, pushed = push_own(module.branch, x, tangents, call.key_padding_mask)
+    return module.mix(x, out), module.mix(tangents, pushed)
+
+
+for _class in (Residual, ConvexResidual):
+    register_step(_class)(_step)
+    register_own_token(_class, parts=lambda module: {"branch": module.branch})(_push)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from lipformer.certificate import conv_bound
 from lipformer.certificate.linear_rules import repeats_pixels
 from lipformer.functional import spectral_norm_bound
-from lipformer.layers.baking import Bakeable, plain_linear, register_bake
 from lipformer.layers.freezing import Freezable
+from lipformer.layers.layer import Layer, plain_linear, register_bake
 
 MODES = ("cap", "normalize")
 
@@ -133,7 +133,7 @@ def spectral_bound(
     return module
 
 
-class SpectralLinear(nn.Linear, Bakeable):
+class SpectralLinear(nn.Linear, Layer):
     r"""Linear layer :math:`x W^\top + b` with :math:`\|W\| \le c` at every moment.
 
     Initialised orthogonal: a Gaussian matrix divided by its norm has a typical gain of 1/2, an

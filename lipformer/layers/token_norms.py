@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lipformer.certificate import Ask, Bound, register_bound
+from lipformer.layers.token_wise import register_token_wise
 
 
 class CenterNorm(nn.Module):
@@ -83,3 +84,7 @@ class BallProjection(nn.Module):
 def _(module: BallProjection, ask: Ask) -> Bound:
     ask.only("l2", "token", "self")
     return Bound(1.0, "projection on a convex set")
+
+
+for _class in (CenterNorm, BallProjection):
+    register_token_wise(_class)

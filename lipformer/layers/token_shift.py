@@ -6,14 +6,18 @@ import math
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from lipformer.certificate import Ask, Bound, register_bound
 from lipformer.functional.attention.checks import check_tokens
-from lipformer.layers.attention import layout
+from lipformer.layers import layout
+from lipformer.layers.branch import Call
+from lipformer.layers.decoding import register_step
+from lipformer.layers.layer import Layer
+from lipformer.layers.own_token import register_own_token
 
 
-class TokenShift(nn.Module):
+class TokenShift(Layer):
     r"""Takes some features of each token from the token before it: :math:`(a_i, b_{i-1})`.
 
     With tokens :math:`x_i = (a_i, b_i)`, b the last ``shifted`` features, and :math:`b_0 = 0`. A tied
@@ -40,7 +44,6 @@ class TokenShift(nn.Module):
                  [5., 4.]]])
     """
 
-    causal = True
     batch_first = True
 
     def __init__(self, dim: int, shifted: int | None = None) -> None:
@@ -94,3 +97,14 @@ def _(module: TokenShift, ask: Ask) -> Bound:
     if ask.norm == "token" and 0 < module.shifted < module.dim:
         return Bound(math.sqrt(2.0) * (1.0 + 2.0**-52), "parts of two tokens")
     return Bound(1.0, "partial isometry")
+
+
+@register_step(TokenShift)
+def _(module: TokenShift, x: Tensor, cache: Tensor | None, call: Call) -> tuple[Tensor, Tensor]:
+    return module.step(x, cache, call.key_padding_mask)
+
+
+@register_own_token(TokenShift)
+def _(module: TokenShift, x: Tensor, tangents: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    kept = tangents[..., : module.dim - module.shifted]
+    return module(x, call.key_padding_mask), F.pad(kept, (0, module.shifted))

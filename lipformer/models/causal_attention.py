@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from lipformer.certificate import Ask, Bound, register_bound
 from lipformer.layers.attention.positions import exact_slopes, rotary_angles, rotate
+from lipformer.layers.branch import Call
 from lipformer.layers.constants import Constants
+from lipformer.layers.decoding import register_step
 
 # Keys and values (B, H, T, d) of the tokens seen so far.
 KeyValueCache = tuple[Tensor, Tensor]
@@ -147,6 +149,13 @@ class CausalAttention(nn.Module, ABC):
 
     def extra_repr(self) -> str:
         return f"{self.num_heads} heads, positions={self.positions!r}, dropout={self.dropout}"
+
+
+@register_step(CausalAttention)
+def _(
+    module: CausalAttention, x: Tensor, cache: KeyValueCache | None, call: Call
+) -> tuple[Tensor, KeyValueCache]:
+    return module.step(x, cache, call.key_padding_mask)
 
 
 class DotProductAttention(CausalAttention):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from lipformer.layers import FeedForward, L2MultiheadAttention, Residual, SpectralLinear, TokenShift
-from lipformer.layers.baking import Scaled
+from lipformer.layers.scaled import Scaled
 from lipformer.models.config import LanguageModelConfig
 
 

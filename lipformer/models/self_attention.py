@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from lipformer.certificate import Ask, Bound, register_bound
 from lipformer.functional.attention.maps import AttentionMaps
 from lipformer.layers import SpectralLinear
-from lipformer.layers.baking import Bakeable
+from lipformer.layers.layer import Layer
 
 
-class DotProductSelfAttention(Bakeable):
+class DotProductSelfAttention(Layer):
     r"""Each token sees all: logits :math:`q_i \cdot k_j / \sqrt d`, on torch's SDPA.
 
     It has no global Lipschitz constant. Around an input LoFAST bounds it, the better the smaller the

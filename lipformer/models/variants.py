@@ -82,10 +82,7 @@ def _build_invertible(config: LanguageModelConfig) -> Body:
     causal = config.norm == "self"
     blocks: list[nn.Module] = []
     for _ in range(config.num_layers):
-        attention: nn.Module = parts.tied_attention(config, orthogonal=True)
-        if config.token_shift:
-            # Heads are divided one by one only where Contractive holds the attention itself.
-            attention = parts.shifted(config, Contractive(attention, 1.0, norm=config.norm))
+        attention = parts.shifted(config, parts.tied_attention(config, orthogonal=True))
         if causal:
             blocks.append(InvertibleResidual(attention, config.coeff, mode="causal"))
         else:

@@ -13,7 +13,7 @@ from lipformer.analysis import (
     certified_radius,
     is_certified,
 )
-from lipformer.layers.baking import Scaled
+from lipformer.layers.scaled import Scaled
 from recipes.analysis.lofast import random_maps
 
 F64 = torch.float64

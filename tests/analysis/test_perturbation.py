@@ -167,7 +167,7 @@ def test_a_rule_can_be_registered(monkeypatch: pytest.MonkeyPatch) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x**2
 
-    monkeypatch.setattr(perturbation, "_rules", dict(perturbation._rules))
+    monkeypatch.setattr(perturbation._rules, "_rules", dict(perturbation._rules._rules))
 
     @register_perturbation(Square)
     def _(module: Square, x: Tensor) -> tuple:

@@ -20,10 +20,10 @@ D, H, N = 8, 2, 6
 
 @pytest.fixture(autouse=True)
 def _rules_of_this_test_alone() -> Iterator[None]:
-    rules = dict(_registry._rules)
+    rules = dict(_registry.bound_rules._rules)
     yield
-    _registry._rules.clear()
-    _registry._rules.update(rules)
+    _registry.bound_rules._rules.clear()
+    _registry.bound_rules._rules.update(rules)
 
 
 def refusal(module: nn.Module, **question: object) -> lf.NotCertifiable:

@@ -12,7 +12,7 @@ import lipformer as lf
 from lipformer.flows import residual_log_det
 from lipformer.flows.log_det import methods as _log_det
 from lipformer.flows.log_det import series as _log_det_series
-from lipformer.flows.log_det.pullback import pull
+from lipformer.functional.pullback import pull
 from lipformer.flows.log_det.series import (
     EXACT_TERMS,
     continuation,

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 import lipformer as lf
 from lipformer.estimates.jacobian_products import differentiable_kernels
 from lipformer.flows import LogDet, residual_log_det
-from lipformer.flows.log_det.pullback import masked_branch, pull
+from lipformer.flows.masked_branch import masked_branch
+from lipformer.functional.pullback import pull
 from lipformer.flows.log_det.series import (
     all_terms,
     default_terms,

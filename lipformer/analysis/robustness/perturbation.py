@@ -14,14 +14,16 @@ from lipformer.analysis.maps import HasAttentionMaps, attention_maps
 from lipformer.analysis.robustness.lofast import Modulus, in_double, lofast_modulus
 from lipformer.analysis.robustness.lofast_terms import EXACT
 from lipformer.certificate import Ask, NotCertifiable, certify
-from lipformer.certificate.bounds import ROUND_UP, refuse_hooks
+from lipformer.certificate.bounds import ROUND_UP
+from lipformer.certificate.rules import Rules, kind_of, refuse_hooks
+from lipformer.certificate.torch_rules import chain, parts_of
 from lipformer.layers import BallProjection, ConvexResidual, Residual
 from lipformer.layers.branch import call_branch
 from lipformer.layers.residual import same_shape
 
 Rule = Callable[[nn.Module, Tensor], "tuple[Tensor, Modulus]"]
 _R = TypeVar("_R", bound=Callable[..., "tuple[Tensor, Modulus]"])
-_rules: dict[type[nn.Module], Rule] = {}
+_rules: Rules[Rule] = Rules("modulus", "lipformer.analysis.register_perturbation")
 
 
 def register_perturbation(module_class: type[nn.Module]) -> Callable[[_R], _R]:
@@ -32,16 +34,7 @@ def register_perturbation(module_class: type[nn.Module]) -> Callable[[_R], _R]:
     that of the output, and grows with them. It serves subclasses that keep the class's ``forward``.
     Classes without a rule need none if :func:`lipformer.certify` has a bound for them.
     """
-    if not (isinstance(module_class, type) and issubclass(module_class, nn.Module)):
-        raise TypeError(
-            f"register_perturbation takes a subclass of torch.nn.Module, got {module_class!r}"
-        )
-
-    def register(rule: _R) -> _R:
-        _rules[module_class] = rule
-        return rule
-
-    return register
+    return _rules.register(module_class)
 
 
 @torch.no_grad()
@@ -119,20 +112,12 @@ def _constant(module: nn.Module, x: Tensor) -> float:
 
 def _rule_of(module: nn.Module) -> Rule | None:
     """The rule of a module's class, None if there is none; raises if it may not apply."""
-    for cls in type(module).__mro__:
-        if cls in _rules:
-            ask = Ask("l2", kind=type(module).__name__)
-            if type(module).forward is not cls.forward:
-                raise ask.refuse(
-                    f"it overrides the forward of {cls.__name__}, whose rule may no longer hold",
-                    f"lipformer.analysis.register_perturbation({ask.kind})",
-                )
-            refuse_hooks(module, ask)
-            return _rules[cls]
-    if isinstance(module, HasAttentionMaps):
-        refuse_hooks(module, Ask("l2", kind=type(module).__name__))
+    ask = Ask("l2", kind=kind_of(module))
+    rule = _rules.find(module, ask.refuse)
+    if rule is None and isinstance(module, HasAttentionMaps):
+        refuse_hooks(module, ask.refuse)
         return _attention
-    return None
+    return rule
 
 
 def _seq_len(x: Tensor) -> int | None:
@@ -155,11 +140,9 @@ def _child(module: nn.Module, name: str, x: Tensor) -> tuple[Tensor, Modulus]:
 @register_perturbation(nn.Sequential)
 def _(module: nn.Sequential, x: Tensor) -> tuple[Tensor, Modulus]:
     steps: list[Modulus] = []
-    # Not named_children(), which leaves out a module's second use.
-    for name, child in module._modules.items():
-        if child is not None:
-            x, step = _child(child, name, x)
-            steps.append(step)
+    for name, child in parts_of(module).items():
+        x, step = _child(child, name, x)
+        steps.append(step)
 
     def modulus(delta: Tensor) -> Tensor:
         for step in steps:
@@ -248,18 +231,10 @@ def _residual(branch: nn.Module, x: Tensor, kept: float, added: float) -> tuple[
 
 def _projected_attention(branch: nn.Module) -> tuple[float, nn.Module] | None:
     """Radius (infinite without one) and attention, if nothing but projections on balls precedes it."""
-    *before, last = flat(branch) or [branch]
+    *before, last = chain(branch, Ask("l2")) or [branch]
     if _rule_of(last) is not _attention:
         return None
     balls = [part for part in before if isinstance(part, BallProjection)]
     if len(balls) < len(before):
         return None
     return min((ball.radius for ball in balls), default=math.inf), last
-
-
-def flat(module: nn.Module) -> list[nn.Module]:
-    """The modules that a Sequential runs one after another, with those of inner ones in their place."""
-    if type(module).forward is not nn.Sequential.forward:
-        return [module]
-    refuse_hooks(module, Ask("l2", kind=type(module).__name__))
-    return [leaf for child in module._modules.values() if child is not None for leaf in flat(child)]

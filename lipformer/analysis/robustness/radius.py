@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 from lipformer.analysis.inputs import check_samples, count, number, radii
 from lipformer.analysis.robustness.lofast import Modulus, in_double
-from lipformer.analysis.robustness.perturbation import flat, modulus_of
-from lipformer.layers.baking import Scaled, round_down
+from lipformer.analysis.robustness.perturbation import modulus_of
+from lipformer.certificate import Ask
+from lipformer.certificate.torch_rules import chain
+from lipformer.layers.scaled import Scaled, round_down
 
 _DROPOUT = (
     nn.Dropout,
@@ -220,11 +222,11 @@ def _parts(model: nn.Module, image: Tensor) -> dict[str, nn.Module]:
         if own.shape != same.shape or not torch.allclose(own, same, rtol=1e-9, atol=1e-9):
             raise ValueError(f"{type(model).__name__} computes something else than its body")
     parts = {name: child for name, child in body._modules.items() if child is not None}
-    if not parts or not flat(body):
+    if not parts or not chain(body, Ask("l2")):
         raise ValueError("the model must have at least one module, got an empty nn.Sequential")
     # The head may be the last module of a Sequential that is itself the last.
     name, last = parts.popitem()
-    for i, leaf in enumerate(flat(last)):
+    for i, leaf in enumerate(chain(last, Ask("l2"))):
         parts[f"{name}_{i}" if leaf is not last else name] = leaf
     return parts
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from lipformer.flows.log_det.own_blocks import push_own, unknown_parts
-from lipformer.flows.log_det.pullback import pull_all, without_padding
+from lipformer.functional.pullback import pull_all
+from lipformer.layers.layout import without_padding
+from lipformer.layers.own_token import push_own, unknown_parts
 from lipformer.layers.residual import same_shape
 
 # Entries of a batch of output directions that are pulled back at once.

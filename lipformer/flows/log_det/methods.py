@@ -10,7 +10,6 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from lipformer.estimates.jacobian_products import differentiable_kernels
 from lipformer.flows.log_det.exact import causal_log_det, check_causal, exact_log_det, supports_causal
-from lipformer.flows.log_det.pullback import masked_branch
 from lipformer.flows.log_det.series import (
     EXACT_TERMS,
     Terms,
@@ -23,8 +22,8 @@ from lipformer.flows.log_det.series import (
     truncation_error,
     weighted_series,
 )
-from lipformer.layers import Contractive, L2MultiheadAttention, frozen
-from lipformer.layers.attention import layout
+from lipformer.flows.masked_branch import masked_branch
+from lipformer.layers import Contractive, L2MultiheadAttention, frozen, layout
 
 METHODS = ("exact", "causal", "series", "roulette")
 

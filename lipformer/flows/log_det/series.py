@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lipformer.flows.log_det.pullback import pull
+from lipformer.functional.pullback import pull
 
 # Where the default number of terms stops: at this error in nats per dimension, or at so many terms.
 _TARGET = 1e-2

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from lipformer.estimates.jacobian_products import Linearization
 from lipformer.flows.invertible_residual import InvertibleResidual
-from lipformer.flows.log_det.pullback import masked_branch
-from lipformer.layers import frozen
-from lipformer.layers.attention import layout
+from lipformer.flows.masked_branch import masked_branch
+from lipformer.layers import frozen, layout
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipformer.flows.log_det.pullback import pull
+from lipformer.functional.pullback import pull
 
 Solve = Callable[[Tensor], Tensor]
 

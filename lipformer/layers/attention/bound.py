@@ -1,11 +1,7 @@
 r"""The bound of L2 multi-head attention (docs/theory, section 2).
 
 :math:`F(X) = \sum_h P_h(Y_h) Y_h M_h` with :math:`Y_h = X W_h`: a gain :math:`G_h` for each head,
-the rest linear.
-
-What certify and Contractive ask of L2MultiheadAttention: gains per head, and the whole bound.
-
-L2 attention with plain weights.
+the rest linear. Beside it the layer's other rules: division head by head, baking, steps.
 """
 
 from __future__ import annotations
@@ -14,33 +10,23 @@ import copy
 import math
 
 import torch
-import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
 from lipformer.certificate import Ask, Bound, register_bound
 from lipformer.certificate.linear_rules import linf_norm
 from lipformer.functional import l2_gain, row_spread, spectral_norm_bound
+from lipformer.layers.attention.key_cache import KeyCache
 from lipformer.layers.attention.multihead import L2MultiheadAttention
-from lipformer.layers.baking import plain_linear, register_bake
+from lipformer.layers.branch import Call
+from lipformer.layers.decoding import register_step
+from lipformer.layers.layer import plain_linear, register_bake
+from lipformer.layers.per_head import PerHead, per_head
 
 
 def _norm(weight: Tensor) -> Tensor:
     # The factor covers the rounding of a float64 product that formed the weight.
     return spectral_norm_bound(weight).double() * (1.0 + 1e-12)
-
-
-def positive(bound: Tensor) -> Tensor:
-    """Keeps a bound that is divided by away from zero, as a larger bound.
-
-    A bound of exactly 0 becomes 1: such a module (a zero-initialised output, or a custom layer whose
-    tokens have no effect on themselves, in the self norm) has the constant 0 at any scale, so that
-    there is nothing to divide by, and what the bound does not see (biases, gradients, the effect on
-    other tokens) must not be enlarged. Other small bounds are raised to 1e-6, so that gradients stay
-    finite.
-    """
-    # threshold, whose derivative is one kernel where that of clamp_min is three.
-    return F.threshold(bound, 1e-6, 1e-6).masked_fill(bound == 0.0, 1.0)
 
 
 def joint_bound(q: Tensor, m: Tensor, gains: Tensor) -> Tensor:
@@ -193,7 +179,7 @@ def theorem(layer: L2MultiheadAttention, norm: str) -> str:
 
 def attention_bound(layer: L2MultiheadAttention, ask: Ask, head_scale: Tensor | None = None) -> Tensor:
     """The bound of the layer, with each head's output times ``head_scale`` (H,), default 1."""
-    if layer.training and layer.dropout > 0 and not ask.as_eval:
+    if layer.training and layer.dropout > 0 and not ask.in_forward:
         raise ask.refuse(
             f"attention dropout of {layer.dropout} is random in training mode",
             "model.eval() before certify, or dropout=0",
@@ -239,26 +225,17 @@ def _folding_error(layer: L2MultiheadAttention) -> Tensor | float:
     return unit * norms * layer.out_proj.weight.double().norm()
 
 
-def head_matrix_names(norms: tuple[str, ...]) -> list[str]:
-    """Which matrices :func:`contractive_head_bounds` needs the spectral norms of, in these norms."""
-    left = ["heads"] * ("token" in norms) + ["q"] * bool({"l2", "self"}.intersection(norms))
-    return [*left, "m"] if left else []
+def head_matrices(layer: L2MultiheadAttention, norms: tuple[str, ...]) -> list[Tensor]:
+    """The matrices that :func:`contractive_head_bounds` needs the spectral norms of, in these norms.
 
-
-def head_matrices(layer: L2MultiheadAttention, norms: tuple[str, ...]) -> dict[str, Tensor]:
-    """The matrices of :func:`head_matrix_names`.
-
-    "heads": the query-key weights (H, d, D); "q": the same as one matrix (D, D); "m": the output
-    matrices as one.
+    The query-key weights of the heads (H, d, D) for "token", the same as one matrix (D, D) for "l2" and
+    "self", and with either the output matrices as one.
     """
-    found: dict[str, Tensor] = {}
-    for name in head_matrix_names(norms):
-        if name == "m":
-            found[name] = layer.output_matrix().flatten(0, 1)
-        else:
-            q = layer.q_proj.weight
-            found[name] = q if name == "q" else rearrange(q, "(h d) i -> h d i", h=layer.num_heads)
-    return found
+    q = layer.q_proj.weight
+    found = [rearrange(q, "(h d) i -> h d i", h=layer.num_heads)] if "token" in norms else []
+    if "l2" in norms or "self" in norms:
+        found.append(q)
+    return [*found, layer.output_matrix().flatten(0, 1)] if found else []
 
 
 def contractive_head_bounds(
@@ -269,18 +246,18 @@ def contractive_head_bounds(
     Args:
         layer: the attention.
         asks: the questions, one for each norm.
-        norms: bounds of the norms of :func:`head_matrices`.
+        norms: bounds of the norms of :func:`head_matrices`, and others behind them.
     """
-    known = dict(zip(head_matrix_names(tuple(ask.norm for ask in asks)), norms, strict=True))
     bounds = []
+    matrices = len({"heads" if ask.norm == "token" else "q" for ask in asks if ask.norm != "linf"})
     for ask in asks:
         if ask.norm == "linf":
             q = rearrange(layer.q_proj.weight, "(h d) i -> h d i", h=layer.num_heads)
             spreads = layer.constants(head_spreads(layer, ask), q.device)
             bounds.append(_linf(layer, q, layer.output_matrix(), spreads).expand(layer.num_heads))
             continue
-        left = known["heads"].square().sum().sqrt() if ask.norm == "token" else known["q"]
-        right = known["m"] if layer.v_proj is None else known["m"] + _folding_error(layer)
+        left = norms[0].square().sum().sqrt() if ask.norm == "token" else norms[matrices - 1]
+        right = norms[matrices] if layer.v_proj is None else norms[matrices] + _folding_error(layer)
         # The factor covers the rounding of these products, and of a float64 product that formed m.
         gains = tuple(gain * (1.0 + 4e-12) for gain in head_gains(layer, ask))
         bounds.append(left * right * layer.constants(gains, left.device))
@@ -298,8 +275,9 @@ def _(layer: L2MultiheadAttention, ask: Ask) -> Bound:
     return Bound(attention_bound(layer, ask), theorem(layer, ask.norm))
 
 
+@register_bake(L2MultiheadAttention)
 def bake_attention(
-    layer: L2MultiheadAttention, head_scale: Tensor | None = None, bias_scale: Tensor | None = None
+    layer: L2MultiheadAttention, head_scale: Tensor | None = None
 ) -> L2MultiheadAttention:
     """The layer in the lean form with plain weights, the factors in its output weights."""
     layer = copy.deepcopy(layer)
@@ -308,8 +286,8 @@ def bake_attention(
         matrix = matrix * head_scale[:, None, None].to(matrix.dtype)
     out = plain_linear(layer.out_proj)
     out.weight.copy_(rearrange(matrix, "h d o -> o (h d)"))
-    if out.bias is not None and bias_scale is not None:
-        out.bias.mul_(bias_scale.to(out.bias.dtype))
+    if out.bias is not None and head_scale is not None:
+        out.bias.mul_(head_scale.mean().to(out.bias.dtype))
     if layer.log_temperature is None:
         start = out.weight.new_full((layer.num_heads,), layer.head_dim**-0.5).log()
         layer.log_temperature = nn.Parameter(start)
@@ -318,4 +296,15 @@ def bake_attention(
     return layer
 
 
-register_bake(L2MultiheadAttention)(bake_attention)
+per_head.register(L2MultiheadAttention)(
+    PerHead(head_matrices, contractive_head_bounds, attention_bound, bake_attention)
+)
+
+
+@register_step(L2MultiheadAttention)
+def _(
+    layer: L2MultiheadAttention, x: Tensor, cache: KeyCache | None, call: Call
+) -> tuple[Tensor, KeyCache]:
+    if layer.causal is not True:
+        raise ValueError(f"step needs attention built with causal=True, got {layer.causal}")
+    return layer.step(x, cache, call.key_padding_mask, head_scale=call.head_scale)

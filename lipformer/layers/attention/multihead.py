@@ -1,7 +1,4 @@
-"""L2 multi-head self-attention with a certified Lipschitz constant.
-
-Checks of L2MultiheadAttention's arguments: each error names the value and the rule.
-"""
+"""L2 multi-head self-attention with a certified Lipschitz constant."""
 
 from __future__ import annotations
 
@@ -16,11 +13,12 @@ from torch import Tensor, nn
 
 from lipformer.functional import l2_attention, l2_attention_step, l2_attention_weights
 from lipformer.functional.attention.checks import check_window
-from lipformer.layers.attention import layout, masks
+from lipformer.layers import layout
+from lipformer.layers.attention import masks
 from lipformer.layers.attention.key_cache import KeyCache, extend
 from lipformer.layers.attention.positions import default_slopes, exact_slopes, rotary_angles, rotate
-from lipformer.layers.baking import Bakeable
 from lipformer.layers.constants import Constants
+from lipformer.layers.layer import Layer
 from lipformer.layers.spectral import SpectralLinear
 
 POSITIONS = (None, "alibi", "rotary")
@@ -94,7 +92,7 @@ class _NoFastPath:
         return NotImplemented
 
 
-class L2MultiheadAttention(Bakeable):
+class L2MultiheadAttention(Layer):
     r"""Multi-head self-attention with logits :math:`-t_h \|x_i W_h - x_j W_h\|^2`.
 
     .. math:: F(X) = \sum_h P_h Y_h M_h + b, \qquad Y_h = X W_h
@@ -255,6 +253,8 @@ class L2MultiheadAttention(Bakeable):
         attn_mask: Tensor | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
+        *,
+        head_scale: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Self-attention; arguments and results as in nn.MultiheadAttention.
 
@@ -268,6 +268,7 @@ class L2MultiheadAttention(Bakeable):
             attn_mask: see causal and any_mask.
             average_attn_weights: average the weights over the heads.
             is_causal: mask later keys; with attn_mask the hint that it is the causal mask.
+            head_scale: factors :math:`s_h` (H,), of which the bias gets the mean: what Contractive runs.
 
         Returns:
             The output, of query's shape, and the weights (B, N, N), (B, H, N, N) if not averaged,
@@ -292,7 +293,7 @@ class L2MultiheadAttention(Bakeable):
             dtype=x.dtype,
         )
         keys = self._keys(x, 0)
-        out = self._output(self._attend(keys.y, mask, padding), keys)
+        out = self._output(self._attend(keys.y, mask, padding), keys, head_scale)
         weights: Tensor | None = None
         if need_weights:
             weights = l2_attention_weights(
@@ -308,26 +309,6 @@ class L2MultiheadAttention(Bakeable):
             weights = weights.squeeze(0) if query.ndim == 2 else weights
         return layout.unbatched(out, query, self.batch_first), weights
 
-    def scaled(
-        self,
-        x: Tensor,
-        head_scale: Tensor,
-        bias_scale: Tensor,
-        key_padding_mask: Tensor | None = None,
-    ) -> Tensor:
-        r""":math:`\sum_h s_h P_h Y_h M_h + s b`: what Contractive runs.
-
-        Args:
-            x: as query in forward.
-            head_scale: :math:`s_h` (H,).
-            bias_scale: :math:`s`, a scalar.
-            key_padding_mask: as in forward.
-        """
-        rows, padding = self._batched(x, key_padding_mask)
-        keys = self._keys(rows, 0)
-        heads = self._attend(keys.y, masks.Mask(bool(self.causal), None), padding)
-        return layout.unbatched(self._output(heads, keys, head_scale, bias_scale), x, self.batch_first)
-
     def step(
         self,
         x: Tensor,
@@ -335,7 +316,6 @@ class L2MultiheadAttention(Bakeable):
         key_padding_mask: Tensor | None = None,
         *,
         head_scale: Tensor | None = None,
-        bias_scale: Tensor | None = None,
     ) -> tuple[Tensor, KeyCache]:
         """Causal attention of new tokens over all tokens so far, for step-by-step decoding.
 
@@ -343,8 +323,7 @@ class L2MultiheadAttention(Bakeable):
             x: new tokens (B, T, D), or (T, B, D) unless batch_first.
             cache: what the step before returned, None at the first.
             key_padding_mask: (B, T) of the new tokens.
-            head_scale: as in :meth:`scaled`.
-            bias_scale: as in :meth:`scaled`.
+            head_scale: as in forward.
 
         Returns:
             The rows of the new tokens, as the full pass would give them, and the new cache.
@@ -367,7 +346,7 @@ class L2MultiheadAttention(Bakeable):
             key_padding_mask=cache.padding,
             scale=0.5,
         )
-        out = layout.unbatched(self._output(heads, keys, head_scale, bias_scale), x, self.batch_first)
+        out = layout.unbatched(self._output(heads, keys, head_scale), x, self.batch_first)
         return out, cache if self.window is None else cache.latest(self.window - 1)
 
     def _stored(self) -> Tensor:
@@ -411,14 +390,15 @@ class L2MultiheadAttention(Bakeable):
             dropout_p=self.dropout if self.training else 0.0,
         )
 
-    def _output(
-        self,
-        heads: Tensor,
-        keys: Keys,
-        head_scale: Tensor | None = None,
-        bias_scale: Tensor | None = None,
-    ) -> Tensor:
+    def _output(self, heads: Tensor, keys: Keys, head_scale: Tensor | None = None) -> Tensor:
         """Heads (B, H, N, d) of scaled keys to the output (B, N, D)."""
+        bias: Tensor | None = self.out_proj.bias
+        if bias is not None and head_scale is not None:
+            bias = bias * head_scale.mean()
+        return F.linear(*self._read_out(heads, keys, head_scale), bias)
+
+    def _read_out(self, heads: Tensor, keys: Keys, head_scale: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The heads side by side (B, N, H d), and the weight (D, H d) that maps them to the output."""
         if keys.angles is not None:
             heads = rotate(heads, *keys.angles, back=True)
         # (D, H, d): the lean form's stored weight seen by heads, which costs no copy.
@@ -427,10 +407,7 @@ class L2MultiheadAttention(Bakeable):
         if head_scale is not None:
             factor = factor * head_scale[:, None, None]
         weight = (matrix * factor.squeeze(-1).to(matrix.dtype)).flatten(1).to(self._stored().dtype)
-        bias: Tensor | None = self.out_proj.bias
-        if bias is not None and bias_scale is not None:
-            bias = bias * bias_scale
-        return F.linear(rearrange(heads, "b h n d -> b n (h d)"), weight, bias)
+        return rearrange(heads, "b h n d -> b n (h d)"), weight
 
     def _batched(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The input as (B, N, D), zero at padded tokens, and its padding (B, N) or None."""

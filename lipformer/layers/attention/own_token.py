@@ -12,6 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lipformer.layers.attention.multihead import L2MultiheadAttention
 from lipformer.layers.attention.positions import rotate
+from lipformer.layers.branch import Call
+from lipformer.layers.own_token import register_own_token
 
 # Entries of the differences y_j - y_i that are held at once.
 _BUDGET = 2**22
@@ -106,13 +108,9 @@ def _rows(
     return rows, weight, covariance
 
 
+@register_own_token(L2MultiheadAttention, causal=lambda layer: layer.causal is True)
 def push_attention(
-    layer: L2MultiheadAttention,
-    x: Tensor,
-    tangents: Tensor,
-    padding: Tensor | None,
-    head_scale: Tensor | None = None,
-    bias_scale: Tensor | None = None,
+    layer: L2MultiheadAttention, x: Tensor, tangents: Tensor, call: Call
 ) -> tuple[Tensor, Tensor]:
     r"""Causal attention and its own-token blocks times tangents.
 
@@ -122,17 +120,15 @@ def push_attention(
         layer: causal, batch first.
         x: (B, T, D).
         tangents: (R, B, T, D), R directions for each token.
-        padding: (B, T) or None.
-        head_scale: :math:`s_h` (H,), as Contractive sets them, default 1.
-        bias_scale: of the bias.
+        call: padding (B, T), and :math:`s_h` (H,) as Contractive sets them, default 1.
 
     Returns:
         The layer's output (B, T, D) and the tangents pushed forward (R, B, T, D).
     """
-    x, padding = layer._batched(x, padding)
+    x, padding = layer._batched(x, call.key_padding_mask)
     keys = layer._keys(x, 0)
     rows = own_rows(keys.y, window=layer.window, slopes=layer._slopes(keys.y), padding=padding)
-    out = layer._output(rows.heads.to(x.dtype), keys, head_scale, bias_scale)
+    out = layer._output(rows.heads.to(x.dtype), keys, call.head_scale)
     # The linear part of _keys; that of _output is what it does without a bias.
     root = keys.root.expand(-1, layer.head_dim, -1).flatten(0, 1)
     moved = F.linear(tangents, layer.q_proj.weight * root)
@@ -141,6 +137,5 @@ def push_attention(
         moved = rotate(moved, *keys.angles)
     bent = torch.einsum("bhnde,rbhne->rbhnd", rows.covariance, moved.to(rows.covariance.dtype))
     moved = (rows.weight.unsqueeze(-1) * moved + bent).to(x.dtype)
-    no_bias = torch.zeros((), dtype=x.dtype, device=x.device)
-    pushed = layer._output(moved.flatten(0, 1), keys, head_scale, no_bias)
+    pushed = F.linear(*layer._read_out(moved.flatten(0, 1), keys, call.head_scale))
     return out, pushed.unflatten(0, tangents.shape[:2])

@@ -1,27 +1,9 @@
-"""A branch at one point, padding kept out, and the products with its transposed Jacobian."""
+"""Products with the transposed Jacobian of a function at a point of its graph."""
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
-
-from lipformer.layers.branch import call_branch
-from lipformer.layers.residual import same_shape
-
-
-def without_padding(tokens: Tensor, padding: Tensor | None) -> Tensor:
-    """Tokens (*, B, T, D) with zeros where ``padding`` (B, T) is True."""
-    return tokens if padding is None else tokens.masked_fill(padding.unsqueeze(-1), 0.0)
-
-
-def masked_branch(branch: nn.Module, x: Tensor, padding: Tensor | None) -> Tensor:
-    """The branch as a map of the unpadded tokens alone, (B, T, D) -> (B, T, D).
-
-    Padded tokens enter as zeros and leave as zeros, so that the Jacobian has zero rows and columns
-    there, I + J is the identity there, and not even a NaN in them reaches a gradient.
-    """
-    out = call_branch(branch, without_padding(x, padding), padding)
-    return without_padding(same_shape(x, out), padding)
+from torch import Tensor
 
 
 def pull(out: Tensor, x: Tensor, weight: Tensor, *, create_graph: bool = False) -> Tensor:

@@ -1,4 +1,4 @@
-"""nn.MultiheadAttention's layouts of tokens and padding masks, to and from (B, N, D)."""
+"""Layouts of tokens and padding masks, to and from (B, N, D)."""
 
 from __future__ import annotations
 
@@ -30,3 +30,8 @@ def padding(mask: Tensor | None, x: Tensor) -> Tensor | None:
     if isinstance(mask, Tensor) and mask.ndim == 1 and x.shape[0] == 1:
         mask = mask.unsqueeze(0)
     return as_padding(mask, x.unsqueeze(1))
+
+
+def without_padding(tokens: Tensor, padding: Tensor | None) -> Tensor:
+    """Tokens (*, B, T, D) with zeros where ``padding`` (B, T) is True."""
+    return tokens if padding is None else tokens.masked_fill(padding.unsqueeze(-1), 0.0)

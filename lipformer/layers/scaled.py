@@ -1,0 +1,107 @@
+"""A module times a fixed number, and a module without the rest of its tuple: what baking leaves."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lipformer.certificate import Ask, Bound, register_bound
+from lipformer.layers.branch import Call, call_branch
+from lipformer.layers.decoding import Cache, register_step, step_module
+from lipformer.layers.layer import Layer
+from lipformer.layers.own_token import push_own, register_own_token
+
+
+def _held(module: FirstOutput | Scaled) -> dict[str, nn.Module]:
+    return {"module": module.module}
+
+
+def round_down(factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A positive factor in a dtype of the output, rounded towards zero."""
+    return (factor * (1.0 - torch.finfo(dtype).eps)).to(dtype)
+
+
+class FirstOutput(Layer):
+    """A module without the rest of the tuple it returns: what a baked contractive attention becomes.
+
+    Args:
+        module: any module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+        """Shapes as the module's."""
+        return call_branch(self.module, x, key_padding_mask)
+
+
+@register_bound(FirstOutput)
+def _(module: FirstOutput, ask: Ask) -> Bound:
+    inner = ask.child(module.module, "module")
+    return Bound(inner.value, inner.theorem, (inner,))
+
+
+@register_step(FirstOutput)
+def _(module: FirstOutput, x: Tensor, cache: Cache, call: Call) -> tuple[Tensor, Cache]:
+    return step_module(module.module, x, cache, call.key_padding_mask)
+
+
+@register_own_token(FirstOutput, parts=_held)
+def _(module: FirstOutput, x: Tensor, tangents: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    return push_own(module.module, x, tangents, call.key_padding_mask)
+
+
+class Scaled(Layer):
+    """A module times a fixed number: what a baked Contractive becomes.
+
+    Args:
+        module: any module.
+        factor: the number, a tensor that broadcasts.
+    """
+
+    factor: Tensor
+
+    def __init__(self, module: nn.Module, factor: Tensor) -> None:
+        super().__init__()
+        self.module = module
+        self.register_buffer("factor", factor)
+
+    def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+        """Shapes as the module's."""
+        factor, module = self.factor, self.module
+        hooked = module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__
+        plain = type(module).forward is nn.Linear.forward and not hooked
+        if isinstance(module, nn.Linear) and plain and factor.ndim == 0:
+            # A power of two goes into the weight, which is exact: a large factor behind the product
+            # would multiply the gradients that float16-mixed training holds in float16.
+            mantissa = torch.frexp(factor).mantissa
+            power = torch.where(mantissa == 0.0, 1.0, factor / mantissa)
+            factor = mantissa
+            bias = None if module.bias is None else module.bias * power
+            out = F.linear(x, module.weight * power, bias)
+        else:
+            out = call_branch(module, x, key_padding_mask)
+        return out * round_down(factor, out.dtype)
+
+
+@register_bound(Scaled)
+def _(module: Scaled, ask: Ask) -> Bound:
+    inner = ask.child(module.module, "module")
+    factor = module.factor.double().abs().max() * (1 + 1e-15)
+    return Bound(inner.value * factor, "fixed factor", (inner,))
+
+
+@register_step(Scaled)
+def _(module: Scaled, x: Tensor, cache: Cache, call: Call) -> tuple[Tensor, Cache]:
+    out, cache = step_module(module.module, x, cache, call.key_padding_mask)
+    return out * round_down(module.factor, out.dtype), cache
+
+
+@register_own_token(Scaled, parts=_held)
+def _(module: Scaled, x: Tensor, tangents: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    out, pushed = push_own(module.module, x, tangents, call.key_padding_mask)
+    factor = round_down(module.factor, out.dtype)
+    return out * factor, pushed * factor
