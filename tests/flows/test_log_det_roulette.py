@@ -12,7 +12,6 @@ import lipformer as lf
 from lipformer.flows import residual_log_det
 from lipformer.flows.log_det import methods as _log_det
 from lipformer.flows.log_det import series as _log_det_series
-from lipformer.functional.pullback import pull
 from lipformer.flows.log_det.series import (
     EXACT_TERMS,
     continuation,
@@ -20,6 +19,7 @@ from lipformer.flows.log_det.series import (
     roulette_terms,
     roulette_weight,
 )
+from lipformer.functional.pullback import pull
 from tests.flows.log_det_oracles import attention, gradients, log_det_oracle, smooth_feed_forward
 
 

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 import lipformer as lf
 from lipformer.estimates.jacobian_products import differentiable_kernels
 from lipformer.flows import LogDet, residual_log_det
-from lipformer.flows.masked_branch import masked_branch
-from lipformer.functional.pullback import pull
 from lipformer.flows.log_det.series import (
     all_terms,
     default_terms,
@@ -21,6 +19,8 @@ from lipformer.flows.log_det.series import (
     truncation_error,
     weighted_series,
 )
+from lipformer.flows.masked_branch import masked_branch
+from lipformer.functional.pullback import pull
 from tests.flows.log_det_oracles import (
     all_signs,
     attention,

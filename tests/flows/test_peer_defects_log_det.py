@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import lipformer as lf
 from lipformer.estimates.jacobian_products import differentiable_kernels
 from lipformer.flows import residual_log_det
-from lipformer.flows.masked_branch import masked_branch
 from lipformer.flows.log_det.series import Terms, continuation, signs, weighted_series
+from lipformer.flows.masked_branch import masked_branch
 from tests.flows.log_det_oracles import attention, log_det_oracle, smooth_feed_forward
 from tests.oracles import dense_jacobian
 
