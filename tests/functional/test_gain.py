@@ -1,6 +1,6 @@
 """l2_gain: its maxima, its options and its errors.
 
-Its values are the tables of docs/theory, which tests/test_docs.py compares; test_gain_attack.py attacks it.
+Its values are the tables of docs/theory, which test_docs.py compares; test_gain_attack.py attacks it.
 """
 
 from __future__ import annotations

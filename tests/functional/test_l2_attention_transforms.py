@@ -47,6 +47,13 @@ def test_gradcheck(name: str) -> None:
     assert torch.autograd.gradcheck(fn, (tokens().requires_grad_(), scale.requires_grad_()))
 
 
+@pytest.mark.parametrize("padded", [[0, 1, 1], [0, 0, 1, 1, 1], [1, 1, 1, 0, 0, 0], [1, 0, 1, 1, 1, 1]])
+def test_gradients_with_few_valid_tokens(padded: list[int]) -> None:
+    mask = torch.tensor([padded], dtype=torch.bool)
+    y = torch.randn(1, 1, len(padded), 2, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda z: l2_attention(z, is_causal=True, key_padding_mask=mask), y)
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_gradcheck_of_bias_and_slopes(is_causal: bool) -> None:
     bias = torch.randn(H, N, N, dtype=torch.float64)

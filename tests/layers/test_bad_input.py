@@ -35,6 +35,7 @@ BUILDS: dict[str, tuple[dict[str, Any], str]] = {
     "window unmasked": ({"window": 3, "causal": False}, "needs causal=True, got causal=False"),
     "empty window": ({"window": 0, "causal": True}, "window must be None or an integer >= 1, got 0"),
     "max_len": ({"max_len": 0}, "max_len must be None or an integer >= 1, got 0"),
+    "truth value": ({"causal": 1}, "causal must be True, False or None, got 1"),
     "odd rotary": ({"embed_dim": 6, "positions": "rotary"}, "needs an even head width, got 3"),
     "proj_coeff": ({"proj_coeff": -1.0}, "coeff must be positive and finite, got -1.0"),
 }

@@ -154,3 +154,9 @@ def test_derivatives_of_max_min_in_every_mode() -> None:
         assert torch.equal(torch.func.vmap(jacobian(layer))(x.detach())[0], want)
     twin = torch.func.vmap(layer)(x.detach())
     assert torch.equal(twin, layer(x))
+
+
+@pytest.mark.parametrize("wrapper", [lf.Residual, lf.ConvexResidual])
+def test_a_branch_that_broadcasts(wrapper: type[nn.Module]) -> None:
+    with pytest.raises(ValueError, match=r"keep the shape \(2, 8\) of its input, got \(2, 1\)"):
+        wrapper(nn.Linear(8, 1))(torch.randn(2, 8))
