@@ -160,3 +160,8 @@ def test_derivatives_of_max_min_in_every_mode() -> None:
 def test_a_branch_that_broadcasts(wrapper: type[nn.Module]) -> None:
     with pytest.raises(ValueError, match=r"keep the shape \(2, 8\) of its input, got \(2, 1\)"):
         wrapper(nn.Linear(8, 1))(torch.randn(2, 8))
+
+
+def test_max_min_of_the_largest_numbers() -> None:
+    x = torch.tensor([[3e38, -3e38], [-3e38, 3e38]])
+    assert torch.equal(lf.MaxMin()(x), torch.tensor([[3e38, -3e38], [3e38, -3e38]]))
