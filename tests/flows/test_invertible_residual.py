@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import lipformer as lf
 from lipformer.flows import NotConverged, estimate_inverse_gain
-from tests.layers.battery import CertifiedLayer, error, scrambled
+from tests.layers.battery import CertifiedLayer, error, scrambled, slow_compile
 
 F64 = torch.float64
 D = 8
@@ -56,9 +56,7 @@ class TestCausal(CertifiedLayer):
     def make(self) -> nn.Module:
         return lf.InvertibleResidual(branch("attention", causal=True, max_len=5), 0.9, "causal")
 
-    @pytest.mark.slow
-    def test_compile(self) -> None:
-        super().test_compile()
+    test_compile = slow_compile
 
     def test_the_own_constant_is_one_and_the_coefficient(self) -> None:
         assert 1.9 <= self.bound(self.made(), "self") <= 1.9 * (1 + 1e-12)
@@ -70,9 +68,7 @@ class TestFeedForward(CertifiedLayer):
     def make(self) -> nn.Module:
         return lf.InvertibleResidual(lf.FeedForward(D, 12), 0.9)
 
-    @pytest.mark.slow
-    def test_compile(self) -> None:
-        super().test_compile()
+    test_compile = slow_compile
 
 
 def round_trip(made: lf.InvertibleResidual, n: int, scale: float, mask: Tensor | None = None) -> float:

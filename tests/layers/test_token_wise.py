@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import lipformer as lf
-from tests.layers.battery import CertifiedLayer, WithoutParameters
+from tests.layers.battery import CertifiedLayer, WithoutParameters, slow_compile
 
 
 class TestCenterNorm(WithoutParameters):
@@ -64,9 +64,7 @@ class TestPlainFeedForward(CertifiedLayer):
     def make(self) -> nn.Module:
         return lf.FeedForward(8, 12, coeff=None, activation=nn.GELU(), bias=False)
 
-    @pytest.mark.slow
-    def test_compile(self) -> None:
-        super().test_compile()
+    test_compile = slow_compile
 
 
 def test_center_norm_is_its_formula() -> None:

@@ -21,7 +21,7 @@ from lipformer.models import (
     VisionTransformerConfig,
 )
 from lipformer.models._vision_parts import Patches, PixelNorm, Positions, TokenMean
-from tests.layers.battery import CertifiedLayer, dense_jacobians, error
+from tests.layers.battery import CertifiedLayer, dense_jacobians, error, slow_compile
 
 SMALL: dict[str, Any] = {"dim": 8, "num_heads": 2, "num_layers": 1, "hidden": 8}
 
@@ -54,9 +54,7 @@ class TestFlatten(_Image):
     def make(self) -> nn.Module:
         return VisionTransformer(config(attention_weight=0.3, mean=(0.2,), std=(0.4,)))
 
-    @pytest.mark.slow
-    def test_compile(self) -> None:
-        super().test_compile()
+    test_compile = slow_compile
 
 
 class TestMean(_Image):
