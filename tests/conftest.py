@@ -22,6 +22,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", choices=("pretend", "cuda"), default="pretend", help="of tests/gpu")
 
 
+@pytest.fixture(scope="session")
+def device(request: pytest.FixtureRequest) -> str:
+    """What tests/gpu runs on."""
+    return request.config.getoption("--device")
+
+
 @pytest.fixture
 def float64() -> None:
     """Tensors are float64 unless a test says otherwise."""
