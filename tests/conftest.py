@@ -22,6 +22,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", choices=("pretend", "cuda"), default="pretend", help="of tests/gpu")
 
 
+@pytest.fixture(scope="session")
+def device(request: pytest.FixtureRequest) -> str:
+    """What tests/gpu runs on."""
+    return request.config.getoption("--device")
+
+
+@pytest.fixture
+def float64() -> None:
+    """Tensors are float64 unless a test says otherwise."""
+    torch.set_default_dtype(torch.float64)
+
+
 @pytest.fixture(autouse=True)
 def _same_start_for_every_test() -> Iterator[None]:
     """Seeds torch, and undoes what a test did to its default dtype and grad mode."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lipformer.analysis import AttentionMaps
 
@@ -49,15 +49,15 @@ def gains(fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return torch.linalg.eigvalsh(matrix.mT @ matrix)[:, -1].sqrt()
 
 
-def ascend(score: Callable[[Tensor], Tensor], start: Tensor, steps: int) -> Tensor:
-    """The largest score (B,) that Adam finds from each of the starts (B, N, D)."""
-    z = start.clone().requires_grad_()
-    optimiser = torch.optim.Adam([z], lr=0.05)
-    best = torch.full((len(start),), -torch.inf, dtype=start.dtype)
-    for _ in range(steps):
-        value = score(z)
-        best = torch.maximum(best, value.detach())
-        optimiser.zero_grad()
-        (-value.sum()).backward()
-        optimiser.step()
-    return best
+class Attention(nn.Module):
+    """Dot-product attention that says which maps it is made of."""
+
+    def __init__(self, maps: AttentionMaps) -> None:
+        super().__init__()
+        self.logits, self.values = nn.Parameter(maps.logits), nn.Parameter(maps.values)
+
+    def attention_maps(self) -> AttentionMaps:
+        return AttentionMaps(self.logits, self.values)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention_maps()(x)

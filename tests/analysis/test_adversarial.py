@@ -94,10 +94,3 @@ def test_the_origin_where_values_cancel() -> None:
     assert ball_lower_bound(maps, 4, 1.0) == pytest.approx(norm, rel=1e-6)
     assert float(x.abs().max()) == 0.0
     assert float(gains(maps, x[None])) == pytest.approx(norm, rel=1e-6)
-
-
-def test_bad_input() -> None:
-    with pytest.raises(ValueError, match="n must be an integer >= 1, got 0"):
-        adversarial_tokens(one_head(1.0), 0, 1.0)
-    with pytest.raises(ValueError, match="radius .* got inf"):
-        adversarial_measure(one_head(1.0), math.inf)

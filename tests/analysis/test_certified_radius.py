@@ -8,31 +8,15 @@ from torch import Tensor, nn
 
 import lipformer as lf
 from lipformer.analysis import (
-    AttentionMaps,
     certified_accuracy,
     certified_radius,
     is_certified,
 )
 from lipformer.layers.scaled import Scaled
 from recipes.analysis.lofast import random_maps
+from tests.analysis.jacobians import Attention
 
 F64 = torch.float64
-
-
-class Attention(nn.Module):
-    """Dot-product attention that says which maps it is made of."""
-
-    def __init__(self, dim: int, heads: int) -> None:
-        super().__init__()
-        maps = random_maps("unit-norm", dim, heads)
-        self.logits = nn.Parameter(maps.logits.float())
-        self.values = nn.Parameter(maps.values.float())
-
-    def attention_maps(self) -> AttentionMaps:
-        return AttentionMaps(self.logits, self.values)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.attention_maps()(x)
 
 
 class Tokens(nn.Module):
@@ -52,7 +36,7 @@ def classifier(kind: str = "dot") -> nn.Sequential:
         if kind == "l2":
             layer = lf.L2MultiheadAttention(6, 2, batch_first=True, value_proj=False)
             return lf.Contractive(layer, seq_len=4)
-        return nn.Sequential(lf.BallProjection(3.0), Attention(6, 2))
+        return nn.Sequential(lf.BallProjection(3.0), Attention(random_maps("unit-norm", 6, 2)).float())
 
     return nn.Sequential(
         Tokens(),
@@ -182,28 +166,6 @@ def test_the_model_is_left_as_it_was() -> None:
     for name, value in model.state_dict().items():
         assert value.dtype == before[name].dtype
         assert torch.equal(value, before[name])
-
-
-def test_dropout_and_bad_arguments_are_refused() -> None:
-    model = nn.Sequential(nn.Flatten(), nn.Dropout(0.1), nn.Linear(16, 3))
-    images, labels = torch.rand(2, 1, 4, 4), torch.tensor([0, 1])
-    with pytest.raises(ValueError, match=r"call model\.eval\(\)"):
-        certified_radius(model, images, labels)
-    model.eval()
-    for change, message in (
-        ({"y": torch.tensor([0])}, "y must be integer labels"),
-        ({"y": torch.tensor([0.0, 1.0])}, "y must be integer labels"),
-        ({"y": torch.tensor([0, 3])}, "y must lie in 0..2"),
-        ({"max_radius": 0.0}, "max_radius"),
-        ({"tol": -1.0}, "tol"),
-        ({"batch_size": 0}, "batch_size"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            certified_radius(model, **{"x": images, "y": labels, **change})
-    with pytest.raises(ValueError, match="eps must be finite"):
-        is_certified(model, images, labels, -1.0)
-    with pytest.raises(ValueError, match="at least one image"):
-        certified_accuracy(model, images[:0], labels[:0], [0.1])
 
 
 def test_what_is_not_followed_is_named() -> None:

@@ -1,4 +1,4 @@
-"""Gains of attention layers: right, cheap, and not what the published script measured."""
+"""Gains of attention layers: right, and cheap."""
 
 from __future__ import annotations
 
@@ -115,52 +115,17 @@ def test_lanczos_needs_fewer_products_than_power_iteration() -> None:
 # The published script's four defects: each gives another number.
 
 
-def test_residual_and_layer_norm_are_not_attention() -> None:
-    model = hugging_face("bert")
-    row = layer_gains(model, [IDS], bound=None).rows[0]
-    x = probe_attention(model, IDS)[0].tokens
-    block = model.eval().double().encoder.layer[0].attention
-    assert abs(dense_gain(lambda x: block(x[None])[0][0], x) / row.gain - 1) > 0.05
-
-
-def test_the_causal_mask_matters() -> None:
-    model = hugging_face("gpt2")
-    row = layer_gains(model, [IDS], bound=None).rows[0]
-    x = probe_attention(model, IDS)[0].tokens
-    layer = model.eval().double().transformer.h[0].attn
-    assert not layer.training
-    # Called without the model around it, eager GPT-2 attention gets no mask at all.
-    assert abs(dense_gain(lambda x: layer(x[None])[0][0], x) / row.gain - 1) > 0.05
-
-
-def test_dropout_is_off() -> None:
-    model = hugging_face("gpt2")  # in training mode, dropout 0.5
+def test_dropout_is_off_and_the_tolerance_relative() -> None:
+    model = hugging_face("gpt2").double()  # in training mode, dropout 0.5
+    for parameter in model.transformer.h[0].attn.c_proj.parameters():
+        parameter.mul_(1e-3)
     start = torch.Generator().manual_seed(0)
     table = layer_gains(model, [IDS], bound=None, generator=start)
     assert table == layer_gains(model.eval(), [IDS], bound=None, generator=start.manual_seed(0))
-    x = probe_attention(model, IDS)[0].tokens
-    layer = model.train().double().transformer.h[0].attn
-    mask = torch.full((9, 9), -math.inf, dtype=torch.float64).triu(1)[None, None]
-    noisy = lf.estimate_lipschitz(lambda x: layer(x[None], attention_mask=mask)[0][0], x.double()).value
-    assert abs(noisy / table.rows[0].gain - 1) > 0.05
-
-
-def test_the_tolerance_is_relative() -> None:
-    model = hugging_face("gpt2").double()
-    for parameter in model.transformer.h[0].attn.c_proj.parameters():
-        parameter.mul_(1e-3)
-    probe, row = probe_attention(model, IDS)[0], layer_gains(model, [IDS], bound=None).rows[0]
+    probe = probe_attention(model, IDS)[0]
     truth = dense_gain(probe, probe.tokens)
     assert truth < 0.1
-    assert row.gain == pytest.approx(truth, rel=1e-5)
-    jacobian, last = Linearization(probe, probe.tokens), math.inf
-    v = torch.ones_like(probe.tokens)
-    while True:  # power iteration with an absolute tolerance
-        v = jacobian.vjp(image := jacobian.jvp(v / v.norm()))
-        if abs(float(image.norm()) - last) < 1e-3:
-            break
-        last = float(image.norm())
-    assert float(image.norm()) < 0.99 * truth
+    assert table.rows[0].gain == pytest.approx(truth, rel=1e-5)
 
 
 def row(layer: int, n: int, gain: float, **changes: Any) -> GainRow:
@@ -188,15 +153,6 @@ def test_exponents() -> None:
     assert fit.exponent == pytest.approx(line.slope)
     assert fit.error == pytest.approx(line.stderr)
     assert math.isnan(GainTable((row(0, 2, 1.0), row(0, 4, 2.0))).exponents()[0].error)
-
-
-def test_exponents_refuse() -> None:
-    with pytest.raises(ValueError, match="two different values of n, got 4"):
-        GainTable((row(0, 4, 1.0), row(0, 4, 2.0))).exponents()
-    with pytest.raises(ValueError, match="zero has no logarithm"):
-        GainTable((row(0, 4, 1.0), row(0, 5, 0.0))).exponents()
-    with pytest.raises(ValueError, match="got 'depth'"):
-        GainTable((row(0, 4, 1.0),)).exponents("depth")
 
 
 def test_files(tmp_path: Path) -> None:
@@ -236,20 +192,6 @@ def test_progress_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert "1.0/1" in capsys.readouterr().out
 
 
-def test_bad_input() -> None:
-    model = spread(Nested())
-    with pytest.raises(ValueError, match=r"got torch.int64 \(9,\)"):
-        layer_gains(model, IDS)
-    with pytest.raises(ValueError, match="got none"):
-        layer_gains(model, [])
-    with pytest.raises(ValueError, match="one for each of 1 sequences, got 2"):
-        layer_gains(model, [IDS], lengths=[3, 4])
-    with pytest.raises(ValueError, match="in 1..9, got 10"):
-        layer_gains(model, [IDS], lengths=[10])
-    with pytest.raises(ValueError, match="got 'best'"):
-        layer_gains(model, [IDS], bound="best")
-
-
 BEFORE = """
 from torch import nn
 from lipformer.analysis import layer_gains
@@ -273,9 +215,10 @@ def test_long_sequences_need_no_dense_matrix() -> None:
     assert after - before < 1500 * 2**20, f"{(after - before) / 2**20:.0f} MB"
 
 
-def test_what_a_tokenizer_gives_is_pointed_to() -> None:
-    model, batch = torch.nn.MultiheadAttention(4, 2), {"input_ids": [[1, 2]], "attention_mask": [[1, 1]]}
-    with pytest.raises(TypeError, match=r"got dict: give batch\['input_ids'\], with lengths="):
-        layer_gains(model, batch)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"got list of list: give \[torch\.tensor\(ids\)"):
-        layer_gains(model, batch["input_ids"])  # type: ignore[arg-type]
+def test_exponents_refuse() -> None:
+    for rows, message in (
+        ((row(0, 4, 1.0), row(0, 4, 2.0)), "two different values of n, got 4"),
+        ((row(0, 4, 1.0), row(0, 5, 0.0)), "zero has no logarithm"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            GainTable(rows).exponents()

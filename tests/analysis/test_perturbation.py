@@ -15,22 +15,9 @@ from lipformer.analysis import (
 )
 from lipformer.analysis.robustness import perturbation
 from recipes.analysis.lofast import attack, random_maps
+from tests.analysis.jacobians import Attention
 
 F64 = torch.float64
-
-
-class Attention(nn.Module):
-    """Dot-product attention that says which maps it is made of."""
-
-    def __init__(self, maps: AttentionMaps) -> None:
-        super().__init__()
-        self.logits, self.values = nn.Parameter(maps.logits), nn.Parameter(maps.values)
-
-    def attention_maps(self) -> AttentionMaps:
-        return AttentionMaps(self.logits, self.values)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.attention_maps()(x)
 
 
 def attention(dim: int = 6, heads: int = 2) -> Attention:
@@ -180,9 +167,3 @@ def test_a_rule_can_be_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bool((attack(Square(), x, torch.full((4,), 0.1, dtype=F64)) <= moved).all())
     with pytest.raises(TypeError, match="subclass"):
         register_perturbation(Square())  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("delta", [-0.1, float("inf"), torch.ones(3), torch.ones(2, 1)])
-def test_bad_radii_are_refused(delta: float | Tensor) -> None:
-    with pytest.raises(ValueError, match="delta must be"):
-        perturbation_bound(nn.Identity(), torch.zeros(2, 3), delta)

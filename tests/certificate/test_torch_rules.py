@@ -199,6 +199,9 @@ def test_norm_layers_that_have_no_constant() -> None:
     with pytest.raises(lf.NotCertifiable, match="with eps=0.0 its slope is unbounded") as caught:
         lf.certify(nn.LayerNorm(4, eps=0.0))
     assert caught.value.instead == "lipformer.CenterNorm"
+    assert lf.certify(nn.RMSNorm(4)).bound >= torch.finfo(torch.float64).eps ** -0.5
+    with pytest.raises(lf.NotCertifiable, match="its bound is inf"):
+        lf.certify(nn.Softplus(threshold=0.0))
     with pytest.raises(lf.NotCertifiable, match="no bound in the token norm"):
         lf.certify(nn.LayerNorm((3, 4)), norm="token")
 
@@ -260,3 +263,9 @@ def test_composition_of_many_parts_is_rounded_up() -> None:
     parts = [lf.BallProjection(1.0), *(nn.Sigmoid() for _ in range(3)), *(nn.SiLU() for _ in range(50))]
     exact = math.prod(Fraction(lf.certify(part).bound) for part in parts)
     assert Fraction(lf.certify(nn.Sequential(*parts)).bound) >= exact
+
+
+def test_channels_that_become_tokens() -> None:
+    attention = lf.L2MultiheadAttention(4, 1, batch_first=True, value_proj=False)
+    with pytest.raises(lf.NotCertifiable, match="grows with the number of tokens"):
+        lf.certify(nn.Sequential(nn.Conv1d(2, 97, 1), attention), seq_len=2)

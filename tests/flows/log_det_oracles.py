@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lipformer as lf
+from lipformer.flows import LogDet, residual_log_det
 from lipformer.layers.branch import call_branch
 from tests.oracles import dense_jacobian
 
@@ -70,3 +72,11 @@ def gradients(value: Tensor, *inputs: Tensor) -> list[Tensor]:
     """Of the sum of ``value``, zeros where there is none."""
     found = torch.autograd.grad(value.sum(), inputs, allow_unused=True)
     return [torch.zeros_like(i) if g is None else g for i, g in zip(inputs, found, strict=True)]
+
+
+def log_det(
+    branch: nn.Module, x: Tensor, method: str, rate: float = 0.9, seed: int | None = None, **options: Any
+) -> LogDet:
+    """``residual_log_det`` without the output, with a generator of this seed."""
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    return residual_log_det(branch, x, method=method, rate=rate, generator=generator, **options)[1]

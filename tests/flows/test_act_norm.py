@@ -130,19 +130,6 @@ def test_log_det_counts_unpadded_tokens() -> None:
         torch.testing.assert_close(log_det[b], torch.linalg.slogdet(jacobian)[1], rtol=1e-12, atol=1e-12)
 
 
-def test_gradients_reach_shift_and_scale() -> None:
-    layer = ActNorm(3).double().eval()
-    x = torch.randn(2, 4, 3, dtype=torch.float64)
-
-    def loss(shift: torch.Tensor, log_scale: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        weights = {"shift": shift, "log_scale": log_scale}
-        y, log_det = torch.func.functional_call(layer, weights, (x,)), log_scale.sum() * 4
-        return y, log_det
-
-    start = torch.randn(2, 3, dtype=torch.float64).requires_grad_()
-    assert torch.autograd.gradcheck(loss, (start[0], start[1]))
-
-
 def test_the_certificate_is_the_largest_scale() -> None:
     layer = ActNorm(3).eval()
     with torch.no_grad():
@@ -153,12 +140,18 @@ def test_the_certificate_is_the_largest_scale() -> None:
     assert lf.certify(layer).bound == 1.0, "padded tokens pass unchanged"
 
 
-@pytest.mark.parametrize("shape", [(4, 3), (2, 4, 2), (1, 2, 4, 3)])
-def test_a_wrong_shape_is_named(shape: tuple[int, ...]) -> None:
+def test_act_norm_in_a_branch_must_be_set_first() -> None:
+    norm = ActNorm(4)
+    with pytest.raises(lf.NotCertifiable, match="first training batch"):
+        lf.InvertibleResidual(nn.Sequential(norm, lf.SpectralLinear(4, 4)), 0.5)
+    x = 1e-3 * torch.randn(8, 5, 4)
+    norm.initialize(x)
+    block = lf.InvertibleResidual(nn.Sequential(norm, lf.SpectralLinear(4, 4)), 0.5)
+    first, second = (block.forward_and_log_det(x, method="exact")[1] for _ in range(2))
+    assert torch.equal(first, second)
+    assert bool((first.abs() <= 20 * 0.7).all())
+
+
+def test_a_wrong_shape_is_named() -> None:
     with pytest.raises(ValueError, match=r"must be \(B, T, D\) with D=3, got"):
-        ActNorm(3)(torch.zeros(shape))
-
-
-def test_a_bad_width_is_named() -> None:
-    with pytest.raises(ValueError, match="dim must be an integer >= 1, got 0"):
-        ActNorm(0)
+        ActNorm(3)(torch.zeros(4, 3))

@@ -20,6 +20,7 @@ from lipformer.flows import (
     ActNorm,
     AttentionFlow,
     InvertibleResidual,
+    NotConverged,
     adapters,
     to_freia,
     to_nflows,
@@ -167,9 +168,7 @@ def test_log_prob_agrees_and_samples_round_trip(host: str, name: str) -> None:
 def test_the_loss_of_a_host_trains_the_block(host: str) -> None:
     module = block()
     (-HOSTS[host](module).log_prob(torch.randn(4, T, D)).mean()).backward()
-    got = [p.grad.clone() for p in module.parameters() if p.grad is not None]
-    torch.manual_seed(0)
-    module.zero_grad()
+    got = [p.grad for p in module.parameters() if p.grad is not None]
     assert got
     assert all(bool(torch.isfinite(g).all()) and bool((g != 0).any()) for g in got)
 
@@ -265,9 +264,11 @@ def test_freia_gets_zeros_when_it_asks_for_no_jacobian() -> None:
         torch.testing.assert_close(out, expected)
         assert torch.equal(log_det, torch.zeros(3))
         assert with_log_det.abs().max() > 0
+    (noise,), forward = module((x,))
+    (back,), reverse = module((noise,), rev=True)
+    torch.testing.assert_close(back, x, rtol=0, atol=1e-4)
+    torch.testing.assert_close(reverse, -forward, rtol=0, atol=1e-4)  # both are taken at the data
     assert module.output_dims([(T, D)]) == [(T, D)]
-    with pytest.raises(ValueError, match="one input, got 2"):
-        module.output_dims([(T, D), (T, D)])
     with pytest.raises(ValueError, match=r"events have shape \(T, D\)"):
         to_freia(block(), [(D,)])
 
@@ -284,19 +285,6 @@ def test_in_a_freia_graph() -> None:
     torch.testing.assert_close(log_det, module.forward_and_log_det(x)[1])
 
 
-def test_pyro_can_hash_and_register_it() -> None:
-    import pyro
-
-    module = to_pyro(block())
-    assert isinstance(hash(module), int)
-    assert module in {module}
-    assert len(list(module.parameters())) == len(list(block().parameters()))
-    pyro.clear_param_store()
-    pyro.module("flow", module)
-    assert len(pyro.get_param_store()) == len(list(module.parameters()))
-    pyro.clear_param_store()
-
-
 @pytest.mark.parametrize("adapt", ADAPTERS)
 def test_adapters_copy_and_pickle(adapt: Callable[..., Any]) -> None:
     adapted = adapt(block())
@@ -311,21 +299,34 @@ def test_adapters_copy_and_pickle(adapt: Callable[..., Any]) -> None:
         torch.testing.assert_close(twin.block(x), adapted.block(x))
 
 
-@pytest.mark.parametrize("adapt", [to_normflows, to_nflows, to_freia, to_zuko, to_pyro])
-def test_options_reach_the_block(adapt: Callable[..., Any]) -> None:
-    module = block()
-    adapted = adapt(module, tol=1e-1, max_iter=3, method="exact")
-    noise = torch.randn(2, T, D)
-    run: dict[Any, Callable[[], Any]] = {
-        to_normflows: lambda: adapted(noise),
-        to_nflows: lambda: adapted.inverse(noise),
-        to_freia: lambda: adapted((noise,), rev=True),
-        to_zuko: lambda: adapted().inv(noise),
-        to_pyro: lambda: adapted(noise),
-    }
-    run[adapt]()
-    assert module.record is not None
-    assert module.record.iterations <= 3 * T
+def rotated(coeff: float) -> InvertibleResidual:
+    """The slowest to invert: neither iteration nor acceleration gets far in three evaluations."""
+    branch = nn.Linear(D, D, bias=False)
+    nn.init.orthogonal_(branch.weight)
+    return InvertibleResidual(branch, coeff)
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_options_reach_the_block(host: str) -> None:
+    slow = rotated(0.97)
+    with pytest.raises(NotConverged) as caught:
+        HOSTS[host](slow, max_iter=3).sample(2)
+    assert int(caught.value.record.evaluations.max()) <= 3
+    for tol in (1e-3, 1e-5):
+        torch.manual_seed(0)
+        samples = HOSTS[host](slow, tol=tol).sample(4)
+        torch.manual_seed(0)
+        noise = torch.randn(4, T, D)
+        exact = torch.linalg.solve(torch.eye(D) + slow.branch(torch.eye(D)[None])[0].T, noise.mT).mT
+        # The promise is in the norm over the whole event, so for each entry too.
+        assert (samples - exact).abs().max() <= tol * max(1.0, noise.abs().max().item())
+    estimated, x, draws = block("norm"), torch.randn(2, T, D), []
+    for seed in (5, 5, 6):
+        generator = torch.Generator().manual_seed(seed)
+        density = HOSTS[host](estimated, method="roulette", generator=generator)
+        draws.append(density.log_prob(x))
+    assert torch.equal(draws[0], draws[1])
+    assert not torch.equal(draws[0], draws[2])
 
 
 @pytest.mark.parametrize(
@@ -353,22 +354,43 @@ def test_a_missing_library_is_named(
     adapt(block())
 
 
-@pytest.mark.parametrize("adapt", ADAPTERS)
-def test_what_is_not_invertible_is_refused(adapt: Callable[..., Any]) -> None:
-    with pytest.raises(TypeError, match="forward_and_log_det.*got Linear"):
-        adapt(nn.Linear(2, 2))
+def test_a_pair_of_other_weights_is_not_used() -> None:
+    flow = AttentionFlow(4, depth=1, num_heads=2, hidden=8, seq_len=3, log_det="exact").eval()
+    transform = to_torch_transform(flow)
+    y = torch.randn(2, 3, 4)
+    with torch.no_grad():
+        x = transform.inv(y)
+    assert transform.log_abs_det_jacobian(x, y).requires_grad
+    x = transform.inv(y)
+    with torch.no_grad():
+        for weight in flow.parameters():
+            weight.add_(0.3)
+    now = -flow.forward_and_log_det(y)[1]
+    torch.testing.assert_close(transform.log_abs_det_jacobian(x, y), now)
 
 
-def test_a_condition_is_refused() -> None:
+def test_what_is_refused() -> None:
     x = torch.randn(2, T, D)
-    with pytest.raises(ValueError, match="takes no condition"):
-        to_nflows(block())(x, context=x)
-    with pytest.raises(ValueError, match="takes no condition"):
-        to_zuko(block())(x)
-    with pytest.raises(ValueError, match="takes no condition"):
-        to_freia(block(), [(T, D)])((x,), c=[x])
-
-
-def test_one_token_is_not_an_event() -> None:
+    conditioned: list[Callable[[], object]] = [
+        lambda: to_nflows(block())(x, context=x),
+        lambda: to_zuko(block())(x),
+        lambda: to_freia(block(), [(T, D)])((x,), c=[x]),
+    ]
+    for call in conditioned:
+        with pytest.raises(ValueError, match="takes no condition"):
+            call()
+    with pytest.raises(TypeError, match="forward_and_log_det.*got Linear"):
+        to_torch_transform(nn.Linear(2, 2))
     with pytest.raises(ValueError, match=r"events have shape \(\*, T, D\), got \(4,\)"):
         to_torch_transform(block())._call(torch.zeros(4))
+
+
+def test_pyro_can_register_it() -> None:
+    import pyro
+
+    module = to_pyro(block())
+    assert module in {module}  # pyro hashes it
+    pyro.clear_param_store()
+    pyro.module("flow", module)
+    assert len(pyro.get_param_store()) == len(list(block().parameters()))
+    pyro.clear_param_store()

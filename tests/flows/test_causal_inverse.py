@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import lipformer as lf
+from lipformer.certificate import Ask, Bound
 from lipformer.flows import NotConverged
 from lipformer.flows.solve.causal import solve_causal
 from tests.layers.battery import error, scrambled
@@ -190,3 +191,28 @@ def test_causal_mode_shrinks_less() -> None:
     whole.load_state_dict(own.state_dict())
     with torch.no_grad():
         assert float(own.branch.scales().min()) > 1.5 * float(whole.branch.scales().max())
+
+
+class Exploding(nn.Module):
+    """Each token adds the exponential of the one before: overflows within a few tokens."""
+
+    causal = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], dim=1)
+        return self.weight * (before.abs().exp() - x)
+
+
+@lf.register_bound(Exploding)
+def _(module: Exploding, ask: Ask) -> Bound:
+    return Bound(module.weight.abs(), "own token")
+
+
+def test_an_overflow_does_not_pass_for_convergence() -> None:
+    block = lf.InvertibleResidual(Exploding(), 0.9, "causal")
+    with pytest.raises(NotConverged):
+        block.inverse(3.0 * torch.randn(2, 6, 3, dtype=torch.float64), max_iter=50)

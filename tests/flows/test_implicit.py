@@ -89,27 +89,6 @@ def test_gradients_are_the_inverse_of_those_of_forward(name: str, options: dict[
     assert all(p.grad.abs().max() > 1e-8 for p in made.parameters()), "the control: they are not zero"
 
 
-def test_unrolled_plain_iteration_has_the_same_gradient() -> None:
-    made = block("attention", coeff=0.5)
-    y = torch.randn(B, T, D, dtype=F64)
-    x = y
-    for _ in range(60):
-        x = y - made.branch(x)
-    want = torch.autograd.grad(x.square().sum(), list(made.parameters()))
-    got = torch.autograd.grad(made.inverse(y, tol=1e-14).square().sum(), list(made.parameters()))
-    assert all(error(a, b) <= 1e-11 for a, b in zip(got, want, strict=True))
-
-
-def test_gradients_accumulate_over_a_shared_block() -> None:
-    made = block("attention", coeff=0.9)
-    y = torch.randn(B, T, D, dtype=F64)
-    once = torch.autograd.grad(made.inverse(y, tol=1e-13).sum(), list(made.parameters()))
-    for _ in range(2):
-        made.inverse(y, tol=1e-13).sum().backward()
-    for parameter, grad in zip(made.parameters(), once, strict=True):
-        torch.testing.assert_close(parameter.grad, 2 * grad, rtol=1e-8, atol=1e-11)
-
-
 @pytest.mark.parametrize("size", [1e-12, 1e8])
 def test_small_and_large_gradients_are_as_exact(size: float) -> None:
     made = block("attention", coeff=0.9)

@@ -12,15 +12,13 @@ from lipformer.flows.log_det import exact as _log_det_exact
 from tests.flows.log_det_oracles import (
     attention,
     gradients,
+    log_det,
     log_det_oracle,
     smooth_feed_forward,
     some_padding,
 )
 
-
-@pytest.fixture(autouse=True)
-def _float64() -> None:
-    torch.set_default_dtype(torch.float64)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def branches() -> dict[str, nn.Module]:
@@ -39,23 +37,16 @@ def test_equals_slogdet_of_the_autograd_jacobian(name: str, padded: bool) -> Non
     branch = branches()[name]
     x = 2 * torch.randn(3, 6, 4)
     padding = some_padding(3, 6) if padded else None
-    out, log_det = residual_log_det(branch, x, method="exact", rate=0.9, key_padding_mask=padding)
-    torch.testing.assert_close(log_det.value, log_det_oracle(branch, x, padding), rtol=0, atol=1e-9)
+    out, found = residual_log_det(branch, x, method="exact", rate=0.9, key_padding_mask=padding)
+    torch.testing.assert_close(found.value, log_det_oracle(branch, x, padding), rtol=0, atol=1e-9)
     expected = branch(x, key_padding_mask=padding)
     if padding is not None:
         expected = expected.masked_fill(padding.unsqueeze(-1), 0.0)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
-    assert log_det.value.abs().min() > 1e-3
-    assert log_det.error_bound is not None
-    assert not log_det.error_bound.any()
-    assert log_det.terms == 0
-
-
-def test_one_token() -> None:
-    branch = lf.Contractive(attention(), 0.9, seq_len=1)
-    x = torch.randn(2, 1, 4)
-    value = residual_log_det(branch, x, method="exact", rate=0.9)[1].value
-    torch.testing.assert_close(value, log_det_oracle(branch, x), rtol=0, atol=1e-9)
+    assert found.value.abs().min() > 1e-3
+    assert found.error_bound is not None
+    assert not found.error_bound.any()
+    assert found.terms == 0
 
 
 def test_the_gradient_is_that_of_the_log_determinant() -> None:
@@ -65,7 +56,7 @@ def test_the_gradient_is_that_of_the_log_determinant() -> None:
     def value(x: Tensor, weight: Tensor) -> Tensor:
         with torch.no_grad():
             raw.copy_(weight)
-        found = residual_log_det(branch, x, method="exact", rate=0.9)[1].value
+        found = log_det(branch, x, "exact").value
         # Through the module's own parameter, with the value of gradcheck's.
         (by_weight,) = torch.autograd.grad(found.sum(), raw, retain_graph=True)
         return found.sum() + ((weight - weight.detach()) * by_weight).sum()
@@ -78,9 +69,9 @@ def test_the_gradient_is_that_of_the_log_determinant() -> None:
 
 def test_chunks_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     branch, x = branches()["no mask"], torch.randn(2, 6, 4)
-    whole = residual_log_det(branch, x, method="exact", rate=0.9)[1].value
+    whole = log_det(branch, x, "exact").value
     monkeypatch.setattr(_log_det_exact, "_BUDGET", 5 * 2 * 6 * 10)
-    parts = residual_log_det(branch, x, method="exact", rate=0.9)[1].value
+    parts = log_det(branch, x, "exact").value
     torch.testing.assert_close(whole, parts, rtol=0, atol=1e-14)
 
 
@@ -91,8 +82,8 @@ def test_a_branch_that_does_not_depend_on_x() -> None:
 
     for method in ("exact", "series", "roulette"):
         x = torch.randn(2, 3, 4)
-        out, log_det = residual_log_det(Constant(), x, method=method, rate=0.5)
-        assert not log_det.value.any()
+        out, found = residual_log_det(Constant(), x, method=method, rate=0.5)
+        assert not found.value.any()
         assert bool((out == 1).all())
 
 
@@ -106,104 +97,107 @@ class TestEveryMethod:
         return lf.Contractive(parts, 0.5, seq_len=6)
 
     def test_padded_tokens_change_nothing_whatever_they_hold(self, method: str) -> None:
-        branch, padding = self.branch(), torch.zeros(3, 6, dtype=torch.bool)
-        padding[:, 4:] = True
+        branch, padding = self.branch(), torch.arange(6).ge(4).expand(3, 6)
         x = torch.randn(3, 6, 4)
         poisoned = x.masked_fill(padding.unsqueeze(-1), torch.nan).requires_grad_()
-        found = []
-        for tokens, mask in ((x[:, :4].clone().requires_grad_(), None), (poisoned, padding)):
-            generator = torch.Generator().manual_seed(1)
-            out, log_det = residual_log_det(
-                branch,
-                tokens,
-                method=method,
-                rate=0.5,
-                key_padding_mask=mask,
-                terms=3,
-                generator=generator,
-            )
-            if method in ("exact", "causal"):
-                found.append(log_det.value.detach())
-            assert bool(torch.isfinite(log_det.value).all())
-            grads = gradients(log_det.value, tokens, *branch.parameters())
-            assert all(bool(torch.isfinite(g).all()) for g in grads)
-            if mask is not None:
-                assert not out[padding].any()
-                assert not grads[0][padding].any()
-        if found:
-            torch.testing.assert_close(*found, rtol=0, atol=1e-12)
+        out, found = residual_log_det(
+            branch, poisoned, method=method, rate=0.5, key_padding_mask=padding
+        )
+        assert not out[padding].any()
+        grads = gradients(found.value, poisoned, *branch.parameters())
+        assert all(bool(torch.isfinite(g).all()) for g in (found.value, *grads))
+        assert not grads[0][padding].any()
+        if method in ("exact", "causal"):
+            short = log_det(branch, x[:, :4], method, 0.5).value
+            torch.testing.assert_close(found.value, short, rtol=0, atol=1e-12)
+
+    def test_no_samples(self, method: str) -> None:
+        assert log_det(self.branch(), torch.zeros(0, 3, 4), method, 0.5).value.shape == (0,)
+
+    def test_each_sample_keeps_its_weight_in_a_loss(self, method: str) -> None:
+        """The memory-saving gradient of the estimates is stored at once for all samples."""
+        branch, x = self.branch(), torch.randn(2, 5, 4, requires_grad=True)
+
+        def weighted(*weights: float) -> Tensor:
+            value = log_det(branch, x, method, 0.5, seed=1).value
+            return gradients(value * torch.tensor(weights), x)[0]
+
+        first, second = weighted(1.0, 0.0), weighted(0.0, 1.0)
+        assert not first[1].any()
+        assert not second[0].any()
+        assert second[1].any()
+        torch.testing.assert_close(weighted(3.0, -2.0), 3 * first - 2 * second, rtol=1e-9, atol=1e-12)
 
     def test_all_tokens_padded_is_zero(self, method: str) -> None:
         branch, x = self.branch(), torch.randn(2, 3, 4)
         padding = torch.tensor([[True] * 3, [False] * 3])
-        value = residual_log_det(branch, x, method=method, rate=0.5, key_padding_mask=padding)[1].value
+        value = log_det(branch, x, method, 0.5, key_padding_mask=padding).value
         assert value[0] == 0
         assert value[1] != 0
 
     def test_shape_gradient_and_no_grad(self, method: str) -> None:
         branch, x = self.branch(), torch.randn(3, 5, 4)
-        generator = torch.Generator().manual_seed(1)
-        out, log_det = residual_log_det(branch, x, method=method, rate=0.5, generator=generator)
-        assert log_det.value.shape == (3,)
-        assert out.requires_grad
-        grads = torch.autograd.grad(log_det.value.sum(), list(branch.parameters()), allow_unused=True)
+        value = log_det(branch, x, method, 0.5, seed=1).value
+        assert value.shape == (3,)
+        grads = gradients(value, *branch.parameters())
         named = dict(zip((n for n, _ in branch.named_parameters()), grads, strict=True))
         # A bias moves the output, not the Jacobian, unless an activation follows.
-        assert {n for n, g in named.items() if g is None or not g.any()} <= {"module.1.down.bias"}
+        assert {n for n, g in named.items() if not g.any()} <= {"module.1.down.bias"}
         for context in (torch.no_grad(), torch.inference_mode()):
             with context:
-                again = residual_log_det(
-                    branch, x, method=method, rate=0.5, generator=torch.Generator().manual_seed(1)
-                )
-            assert not again[1].value.requires_grad
-            assert not again[0].requires_grad
-            torch.testing.assert_close(again[1].value, log_det.value.detach(), rtol=0, atol=1e-12)
+                again = log_det(branch, x, method, 0.5, seed=1).value
+            assert not again.requires_grad
+            torch.testing.assert_close(again, value.detach(), rtol=0, atol=1e-12)
 
     def test_gradient_reaches_earlier_blocks(self, method: str) -> None:
         branch, before = self.branch(), nn.Linear(4, 4)
         x = before(torch.randn(3, 5, 4))
-        value = residual_log_det(branch, x, method=method, rate=0.5)[1].value
-        value.sum().backward()
+        log_det(branch, x, method, 0.5).value.sum().backward()
         assert before.weight.grad is not None
         assert before.weight.grad.any()
 
     def test_autocast_is_off_inside(self, method: str) -> None:
-        branch = self.branch().float()
-        x = torch.randn(2, 5, 4, dtype=torch.float32)
-        plain = residual_log_det(
-            branch, x, method=method, rate=0.5, generator=torch.Generator().manual_seed(1)
-        )
+        branch, x = self.branch().float(), torch.randn(2, 5, 4, dtype=torch.float32)
+        plain = log_det(branch, x, method, 0.5, seed=1).value
         with torch.autocast("cpu", torch.bfloat16):
-            cast = residual_log_det(
-                branch, x, method=method, rate=0.5, generator=torch.Generator().manual_seed(1)
-            )
-            low = residual_log_det(branch, x.bfloat16(), method=method, rate=0.5)
-        assert cast[1].value.dtype == low[1].value.dtype == torch.float32
-        torch.testing.assert_close(cast[1].value, plain[1].value, rtol=0, atol=0)
-        torch.testing.assert_close(cast[0], plain[0], rtol=0, atol=0)
+            cast = log_det(branch, x, method, 0.5, seed=1).value
+            low = log_det(branch, x.bfloat16(), method, 0.5).value
+        assert cast.dtype == low.dtype == torch.float32
+        assert torch.equal(cast, plain)
 
     @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
     def test_a_freeze_without_a_graph_loses_no_gradient(self, method: str, context: type) -> None:
         """A solve comes first and derives the weights without a graph."""
         branch, x = self.branch(), torch.randn(2, 5, 4)
         parameters = list(branch.parameters())
-
-        def value() -> Tensor:
-            generator = torch.Generator().manual_seed(1)
-            return residual_log_det(branch, x, method=method, rate=0.5, generator=generator)[1].value
-
-        expected = gradients(value(), *parameters)
+        expected = gradients(log_det(branch, x, method, 0.5, seed=1).value, *parameters)
         with lf.frozen(branch):
             with context():
                 branch(x)
-                value()
-            found = gradients(value(), *parameters)
-        for one, e in zip(found, expected, strict=True):
-            torch.testing.assert_close(one, e, rtol=0, atol=1e-12)
+                log_det(branch, x, method, 0.5)
+            found = gradients(log_det(branch, x, method, 0.5, seed=1).value, *parameters)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+    def test_what_is_refused(self, method: str) -> None:
+        x = torch.randn(2, 4, 4)
+        tokens_first = lf.Contractive(lf.L2MultiheadAttention(4, 2, value_proj=True), 0.5, seq_len=4)
+        attending = lf.Contractive(attention(causal=True, dropout=0.2), 0.5, seq_len=4)
+        branches: dict[str, nn.Module] = {
+            r"module \(L2MultiheadAttention\).*batch_first=False": tokens_first,
+            r"module \(L2MultiheadAttention\).*p=0.2": attending,
+            r"dropout \(Dropout\).*p=0.1": lf.Contractive(lf.FeedForward(4, 8, dropout=0.1), 0.5),
+            "keep the shape": nn.Linear(4, 1),
+            "max_len is 3, got": lf.Contractive(attention(causal=True), 0.5, seq_len=3),
+            "seq_len is 3, got": lf.Contractive(smooth_feed_forward(), 0.5, seq_len=3),
+        }
+        for message, branch in branches.items():
+            with pytest.raises(ValueError, match=message):
+                log_det(branch, x, method, 0.5)
+        log_det(attending.eval(), x, method, 0.5)
 
     def test_parameters_and_the_module_are_left_as_they_were(self, method: str) -> None:
         branch, x = self.branch(), torch.randn(2, 5, 4)
-        residual_log_det(branch, x, method=method, rate=0.5)
+        log_det(branch, x, method, 0.5)
         assert all(p.grad is None for p in branch.parameters())
         assert all(not getattr(m, "_freezing", False) for m in branch.modules())
 
@@ -223,62 +217,11 @@ def test_weights_are_derived_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lf.layers.SpectralBound, "factor", counted)
     for method in METHODS:
         calls.clear()
-        residual_log_det(branch, x, method=method, rate=0.5)
+        log_det(branch, x, method, 0.5)
         assert len(calls) == len(set(calls)) == 3
 
 
-class TestBadInput:
-    def test_method(self) -> None:
-        with pytest.raises(ValueError, match="exact, causal, series, roulette, got 'hutchinson'"):
-            residual_log_det(nn.Linear(4, 4), torch.randn(2, 3, 4), method="hutchinson", rate=0.5)
-
-    @pytest.mark.parametrize("rate", [0.0, 1.0, -0.5, 2.0, float("nan")])
-    def test_rate(self, rate: float) -> None:
-        with pytest.raises(ValueError, match=f"rate must be a certified constant in .*{rate}"):
-            residual_log_det(nn.Linear(4, 4), torch.randn(2, 3, 4), method="series", rate=rate)
-
-    @pytest.mark.parametrize("x", [torch.randn(3, 4), torch.zeros(2, 3, 4, dtype=torch.long), "x"])
-    def test_event(self, x: Tensor) -> None:
-        with pytest.raises(ValueError, match="tensor \\(B, T, D\\), got"):
-            residual_log_det(nn.Linear(4, 4), x, method="series", rate=0.5)
-
-    @pytest.mark.parametrize("name", ["terms", "probes"])
-    @pytest.mark.parametrize("number", [0, 2.5, True])
-    def test_numbers(self, name: str, number: object) -> None:
-        with pytest.raises(ValueError, match=f"{name} must be an integer >= 1, got {number}"):
-            residual_log_det(
-                nn.Linear(4, 4),
-                torch.randn(2, 3, 4),
-                method="series",
-                rate=0.5,
-                **{name: number},  # type: ignore[arg-type]
-            )
-
-    def test_tokens_first(self) -> None:
-        branch = lf.Contractive(lf.L2MultiheadAttention(4, 2, value_proj=True), 0.5, seq_len=4)
-        with pytest.raises(ValueError, match="module \\(L2MultiheadAttention\\).*batch_first=False"):
-            residual_log_det(branch, torch.randn(4, 4, 4), method="exact", rate=0.5)
-
-    @pytest.mark.parametrize("method", METHODS)
-    def test_dropout_in_training(self, method: str) -> None:
-        branch = lf.Contractive(lf.FeedForward(4, 8, dropout=0.1), 0.5)
-        x = torch.randn(2, 3, 4)
-        with pytest.raises(ValueError, match="module.dropout \\(Dropout\\).*p=0.1"):
-            residual_log_det(branch, x, method=method, rate=0.5)
-        value = residual_log_det(branch.eval(), x, method="causal", rate=0.5)[1].value
-        torch.testing.assert_close(value, log_det_oracle(branch, x), rtol=0, atol=1e-9)
-        attending = lf.Contractive(attention(causal=True, dropout=0.2), 0.5, seq_len=3)
-        with pytest.raises(ValueError, match="module \\(L2MultiheadAttention\\).*p=0.2"):
-            residual_log_det(attending, x, method=method, rate=0.5)
-
-    def test_shape_of_the_branch(self) -> None:
-        for method in METHODS:
-            with pytest.raises(ValueError, match="keep the shape"):
-                residual_log_det(nn.Linear(4, 1), torch.randn(2, 3, 4), method=method, rate=0.5)
-
-    def test_longer_than_certified(self) -> None:
-        for module in (attention(causal=True), smooth_feed_forward()):
-            branch = lf.Contractive(module, 0.5, seq_len=3)
-            for method in METHODS:
-                with pytest.raises(ValueError, match="is 3, got"):
-                    residual_log_det(branch, torch.randn(2, 4, 4), method=method, rate=0.5)
+@pytest.mark.parametrize("rate", [0.0, 1.0, -0.5, 2.0, float("nan")])
+def test_rates_that_are_no_contraction_are_refused(rate: float) -> None:
+    with pytest.raises(ValueError, match=f"rate must be a certified constant in .*{rate}"):
+        log_det(nn.Linear(4, 4), torch.randn(2, 3, 4), "series", rate)

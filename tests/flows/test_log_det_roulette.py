@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 import lipformer as lf
-from lipformer.flows import residual_log_det
 from lipformer.flows.log_det import methods as _log_det
 from lipformer.flows.log_det import series as _log_det_series
 from lipformer.flows.log_det.series import (
@@ -20,12 +19,15 @@ from lipformer.flows.log_det.series import (
     roulette_weight,
 )
 from lipformer.functional.pullback import pull
-from tests.flows.log_det_oracles import attention, gradients, log_det_oracle, smooth_feed_forward
+from tests.flows.log_det_oracles import (
+    attention,
+    gradients,
+    log_det,
+    log_det_oracle,
+    smooth_feed_forward,
+)
 
-
-@pytest.fixture(autouse=True)
-def _float64() -> None:
-    torch.set_default_dtype(torch.float64)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 DRAWS = 4000
@@ -111,35 +113,30 @@ class TestUnbiased:
         one = torch.randn(1, 3, 2)
         # One event as a batch: each sample has a probe and a number of terms of its own.
         x = one.repeat(DRAWS, 1, 1).requires_grad_()
-        generator = torch.Generator().manual_seed(0)
-        log_det = residual_log_det(branch, x, method="roulette", rate=coeff, generator=generator)[1]
-        assert log_det.error_bound is None
+        found = log_det(branch, x, "roulette", coeff, seed=0)
+        assert found.error_bound is None
         exact = log_det_oracle(branch, one)[0]
-        within(log_det.value.detach(), exact)
-        spread = log_det.value.detach().std().item()
+        within(found.value.detach(), exact)
+        spread = found.value.detach().std().item()
         assert 0 < spread < 5
         point = one.clone().requires_grad_()
-        expected = residual_log_det(branch, point, method="exact", rate=coeff)[1].value
-        within(gradients(log_det.value, x)[0], gradients(expected, point)[0][0])
+        expected = log_det(branch, point, "exact", coeff).value
+        within(gradients(found.value, x)[0], gradients(expected, point)[0][0])
 
     def test_several_probes(self) -> None:
         branch, one = branches(0.9)["both"], torch.randn(1, 3, 2)
-        draws = residual_log_det(branch, one.expand(1000, 3, 2), method="roulette", rate=0.9, probes=3)
-        within(draws[1].value.detach(), log_det_oracle(branch, one)[0])
+        draws = log_det(branch, one.expand(1000, 3, 2), "roulette", probes=3)
+        within(draws.value.detach(), log_det_oracle(branch, one)[0])
 
     def test_gradient_of_the_weights(self) -> None:
         branch = branches(0.9)["both"]
         parameters = list(branch.parameters())
         one = torch.randn(1, 3, 2)
-        exact = residual_log_det(branch, one, method="exact", rate=0.9)[1].value
-        expected = gradients(exact, *parameters)
-        generator = torch.Generator().manual_seed(0)
+        expected = gradients(log_det(branch, one, "exact").value, *parameters)
         draws = []
-        for _ in range(25):
-            log_det = residual_log_det(
-                branch, one.expand(160, 3, 2), method="roulette", rate=0.9, generator=generator
-            )[1]
-            draws.append(gradients(log_det.value / 160, *parameters))
+        for seed in range(25):
+            value = log_det(branch, one.expand(160, 3, 2), "roulette", seed=seed).value
+            draws.append(gradients(value / 160, *parameters))
         for column, e in zip(zip(*draws, strict=True), expected, strict=True):
             within(torch.stack(column), e, errors=4.5)
 
@@ -156,10 +153,7 @@ class TestUnbiased:
 
     def test_more_exact_terms_less_noise(self) -> None:
         branch, x = branches(0.9)["minus the identity"], torch.randn(1, 3, 2).expand(1000, 3, 2)
-        spread = [
-            residual_log_det(branch, x, method="roulette", rate=0.9, terms=terms)[1].value.std()
-            for terms in (1, 20)
-        ]
+        spread = [log_det(branch, x, "roulette", terms=terms).value.std() for terms in (1, 20)]
         assert spread[1] < 0.3 * spread[0]
 
 
@@ -173,10 +167,7 @@ class TestDraws:
 
         def run() -> tuple[Tensor, list[Tensor]]:
             passes.clear()
-            generator = torch.Generator().manual_seed(0)
-            value = residual_log_det(
-                branch, x, method="roulette", rate=0.9, generator=generator, key_padding_mask=padding
-            )[1].value
+            value = log_det(branch, x, "roulette", seed=0, key_padding_mask=padding).value
             return value.detach(), gradients(value, x, *branch.parameters())
 
         def counted(out: Tensor, at: Tensor, weight: Tensor, **options: bool) -> Tensor:
@@ -195,43 +186,16 @@ class TestDraws:
         expected, expected_grads = run()
         assert sum(passes) > 1.5 * spent
         torch.testing.assert_close(value, expected, rtol=0, atol=1e-11)
-        for one, e in zip(grads, expected_grads, strict=True):
-            torch.testing.assert_close(one, e, rtol=1e-9, atol=1e-10)
+        torch.testing.assert_close(grads, expected_grads, rtol=1e-9, atol=1e-10)
 
     def test_each_sample_has_its_own(self) -> None:
         branch = branches(0.9)["minus the identity"]
         x = torch.randn(1, 3, 2).expand(50, 3, 2)
         # J is -0.9 I, so a probe makes no noise: what differs is the number of terms.
-        value = residual_log_det(branch, x, method="roulette", rate=0.9)[1].value
+        value = log_det(branch, x, "roulette").value
         assert len(value.detach().unique()) > 10
 
     def test_terms_are_those_of_the_longest(self) -> None:
         branch, x = branches(0.9)["attention"], torch.randn(5, 3, 2)
-        log_det = residual_log_det(
-            branch, x, method="roulette", rate=0.9, generator=torch.Generator().manual_seed(2)
-        )[1]
         counts = draw_counts(5, 0.9, EXACT_TERMS, torch.Generator().manual_seed(2))
-        assert log_det.terms == counts.max()
-
-    def test_seeds(self) -> None:
-        branch, x = branches(0.9)["attention"], torch.randn(5, 3, 2)
-
-        def run(seed: int) -> Tensor:
-            generator = torch.Generator().manual_seed(seed)
-            return residual_log_det(branch, x, method="roulette", rate=0.9, generator=generator)[1].value
-
-        assert bool((run(3) == run(3)).all())
-        assert not bool((run(3) == run(4)).all())
-
-    @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-    @pytest.mark.parametrize("method", ["series", "roulette"])
-    def test_a_cpu_generator_serves_a_gpu(self, method: str) -> None:
-        branch, x = branches(0.9)["attention"], torch.randn(5, 3, 2)
-        found = []
-        for device in ("cpu", "cuda"):
-            generator = torch.Generator().manual_seed(0)
-            value = residual_log_det(
-                branch.to(device), x.to(device), method=method, rate=0.9, generator=generator
-            )[1].value
-            found.append(value.detach().cpu())
-        torch.testing.assert_close(*found, rtol=0, atol=1e-9)
+        assert log_det(branch, x, "roulette", seed=2).terms == counts.max()

@@ -89,25 +89,24 @@ def test_float64(name: str, size: float) -> None:
     assert worst(l2_attention(y, **options), l2_attention_oracle(y, **options)) <= 1e-12
 
 
+FAR = {"first": 0, "middle": N // 2, "last": N - 1}
+
+
 @pytest.mark.parametrize("name", cases())
-@pytest.mark.parametrize("where", ["none", "offset", "first", "middle", "last"])
+@pytest.mark.parametrize("where", ["none", "offset", *FAR])
 def test_float32(name: str, where: str) -> None:
     """Also with 1e3 added to every token, and with one token 1e3 away from the others."""
     y, options = tokens(dtype=torch.float32), cases()[name]
     if where == "offset":
         y = y + 1e3
-    elif where != "none":
-        y[..., {"first": 0, "middle": N // 2, "last": -1}[where], :] += 1e3
+    elif where in FAR:
+        y[..., FAR[where], :] += 1e3
     out = l2_attention(y, **options)
     want = l2_attention_oracle(y, **options)
-    if where in ("none", "offset"):
-        assert worst(out, want) <= 2e-6
-        return
-    # Relative to the largest output of the tokens that are not far away.
     assert worst(out, want) <= 2e-6
-    near = torch.ones(N, dtype=torch.bool)
-    near[{"first": 0, "middle": N // 2, "last": -1}[where]] = False
-    assert worst(out[..., near, :], want[..., near, :]) <= 2e-5
+    if where in FAR:  # relative to the largest output of the tokens that are not far away
+        near = torch.arange(N) != FAR[where]
+        assert worst(out[..., near, :], want[..., near, :]) <= 2e-5
 
 
 @pytest.mark.parametrize("name", cases())
@@ -168,8 +167,6 @@ def test_few_tokens(n: int, dtype: torch.dtype) -> None:
     ):
         want = l2_attention_oracle(y, **options)
         assert worst(l2_attention(y, **options), want) <= {torch.float64: 1e-12}.get(dtype, 2e-6)
-    if n == 1:
-        assert worst(l2_attention(y), y.double()) <= 1e-7
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -243,38 +240,23 @@ def test_math_and_fused_backends_agree() -> None:
 
 
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "rank": ({"y": torch.randn(4, 2)}, ValueError, r"at least 3 dimensions, got shape \(4, 2\)"),
     "empty": ({"y": torch.randn(2, 0, 2)}, ValueError, r"at least one token .* got \(2, 0, 2\)"),
-    "integers": ({"y": torch.ones(1, 4, 2).long()}, TypeError, "floating-point dtype, got torch.int64"),
     "window alone": ({"window": 2}, ValueError, "window=2 .* needs is_causal=True"),
     "window zero": ({"window": 0, "is_causal": True}, ValueError, "integer >= 1, got 0"),
-    "window float": ({"window": 2.0, "is_causal": True}, ValueError, "integer >= 1, got 2.0"),
     "slopes alone": ({"slopes": torch.ones(2)}, ValueError, "slopes .* need is_causal=True"),
-    "slopes shape": ({"slopes": torch.ones(3), "is_causal": True}, ValueError, r"\(2,\), got \(3,\)"),
     "slopes sign": ({"slopes": -torch.ones(2), "is_causal": True}, ValueError, r">= 0, got \[-1"),
     "scale": ({"scale": 0.0}, ValueError, "scale must be positive and finite, got 0.0"),
     "scale tensor": ({"scale": -torch.ones(2, 1, 1)}, ValueError, r"scale must be positive, got \[-1"),
-    "scale shape": ({"scale": torch.ones(2)}, ValueError, r"shape \(2, 1, 1\), got shape \(2,\)"),
     "dropout": ({"dropout_p": 1.0}, ValueError, r"dropout_p must be in \[0, 1\), got 1.0"),
-    "bias shape": ({"bias": torch.zeros(4, 5)}, ValueError, r"= \(2, 4, 4\), got \(4, 5\)"),
     "bias dtype": ({"bias": torch.ones(4, 4).bool()}, TypeError, "floating-point tensor .* torch.bool"),
     "own key": (
         {"bias": torch.zeros(4, 4).fill_diagonal_(-math.inf)},
         ValueError,
         "query 0's own key .* every token must be allowed to attend to itself",
     ),
-    "own key, one value": (
-        {"bias": torch.full((1, 1), -math.inf)},
-        ValueError,
-        "query 0's own key",
-    ),
-    "own key undefined": (
-        {"bias": torch.zeros(4, 4).fill_diagonal_(math.nan)},
-        ValueError,
-        "own key .* nan",
-    ),
+    "own key, one value": ({"bias": torch.full((1, 1), -math.inf)}, ValueError, "query 0's own key"),
+    "own key undefined": ({"bias": torch.full((4, 4), math.nan)}, ValueError, "own key .* nan"),
     "padding": ({"key_padding_mask": torch.zeros(3).bool()}, ValueError, r"\(4,\), got \(3,\)"),
-    "padding type": ({"key_padding_mask": torch.zeros(4).int()}, TypeError, "got torch.int32"),
     "padding value": ({"key_padding_mask": torch.ones(4)}, ValueError, "only 0 and -inf, got 1.0"),
 }
 

@@ -15,13 +15,7 @@ ULPS = 8 * 2.0**-52
 
 
 def test_agrees_with_scipy_over_the_range_of_floats() -> None:
-    x = 10 ** np.linspace(-300, 300, 4001)
-    ours = np.array([lambert_w0(v) for v in x])
-    assert np.abs(ours / lambertw(x).real - 1).max() < ULPS
-
-
-def test_agrees_with_scipy_around_one_and_e() -> None:
-    x = np.linspace(0.01, 10, 2001)
+    x = np.concatenate([10 ** np.linspace(-300, 300, 4001), np.linspace(0.01, 10, 2001)])
     ours = np.array([lambert_w0(v) for v in x])
     assert np.abs(ours / lambertw(x).real - 1).max() < ULPS
 
@@ -50,9 +44,6 @@ def test_special_values() -> None:
 def test_outside_the_domain(x: float) -> None:
     with pytest.raises(ValueError, match=r"x >= -1/e"):
         lambert_w0(x)
-
-
-def test_omega_needs_a_number() -> None:
     with pytest.raises(ValueError, match="nan"):
         wright_omega(math.nan)
 
@@ -66,16 +57,12 @@ def test_omega_agrees_with_scipy() -> None:
 def test_omega_of_a_tensor_agrees_with_the_scalar_one() -> None:
     y = torch.cat([torch.linspace(-690, 690, 691), torch.linspace(-3, 4, 701)]).double()
     expected = torch.tensor([wright_omega(v) for v in y.tolist()], dtype=torch.float64)
+    narrow = wright_omega_tensor(y.float().requires_grad_())
+    assert narrow.dtype == torch.float64
+    assert not narrow.requires_grad
     error = (wright_omega_tensor(y) / expected - 1).abs()
     assert bool((error <= 2.0**-51 * y.abs().clamp_min(8)).all())
     extremes = wright_omega_tensor(torch.tensor([-math.inf, -740.0, 1e300], dtype=torch.float64))
     assert extremes[0] == 0
     assert 0 < extremes[1] < 1e-300
     assert extremes[2] == pytest.approx(1e300)
-
-
-def test_omega_of_a_float32_tensor_is_float64() -> None:
-    result = wright_omega_tensor(torch.zeros(2, 3, requires_grad=True))
-    assert result.dtype == torch.float64
-    assert result.shape == (2, 3)
-    assert not result.requires_grad

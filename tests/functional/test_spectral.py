@@ -369,13 +369,7 @@ def test_one_weight_has_one_bound(method: str) -> None:
 
 
 def test_bad_input_is_named() -> None:
-    with pytest.raises(TypeError, match=r"floating-point tensor, got torch\.int64"):
-        spectral_norm_bound(torch.ones(2, 2, dtype=torch.int64))
     with pytest.raises(TypeError, match=r"got torch\.complex64"):
         spectral_norm_bound(torch.ones(2, 2, dtype=torch.complex64))
-    with pytest.raises(TypeError, match="got list"):
-        spectral_norm_bound([[1.0]])  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"shape \(\*, m, n\), got \(3,\)"):
-        spectral_norm_bound(torch.ones(3))
     with pytest.raises(ValueError, match=r"\['cholesky', 'gram', 'svd'\], got 'power'"):
         spectral_norm_bound(torch.ones(2, 2), method="power")

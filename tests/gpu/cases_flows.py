@@ -88,6 +88,15 @@ def residual_log_det(block: Any, x: Tensor) -> Any:
     return out, log_det.value
 
 
+def estimates(block: Any, x: Tensor) -> Any:
+    """A generator of the CPU serves any device."""
+    options = {"rate": 0.9, "generator": generator()}
+    return [
+        flows.residual_log_det(block.branch, x, method=method, **options)[1].value
+        for method in ("series", "roulette")
+    ]
+
+
 def solved(block: Any, y: Tensor) -> Tensor:
     def size(x: Tensor) -> Tensor:
         return x.flatten(1).norm(dim=-1)
@@ -172,7 +181,10 @@ FLOWS = by_name(
         *(case(made, call=sample, trains=False, compared=DRAWN) for made in FLOWS_OF),
         case(FLOWS_OF[1], call=sample, named=PADDED, trains=False, compared=DRAWN),
         case(FLOWS_OF[1], call=initialized, trains=False),
-        *(case(BLOCKS[1], call=call, trains=False) for call in (residual_log_det, solved, transformed)),
+        *(
+            case(BLOCKS[1], call=call, trains=False)
+            for call in (residual_log_det, estimates, solved, transformed)
+        ),
         case(BLOCKS[1], call=inverse_gain, trains=False, compared=DRAWN),
     ]
 )

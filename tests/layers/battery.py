@@ -322,3 +322,9 @@ class WithoutParameters(CertifiedLayer):
     test_certified_after_optimiser_steps = None  # type: ignore[assignment]
     test_moving_average = None  # type: ignore[assignment]
     test_gradient_reaches_every_parameter = None  # type: ignore[assignment]
+
+
+@pytest.mark.slow
+def slow_compile(test: CertifiedLayer) -> None:
+    """`test_compile` of a battery whose graph a quick test of another battery has in essence."""
+    CertifiedLayer.test_compile(test)

@@ -263,3 +263,14 @@ def test_wrappers_pass_the_padding_on_to_torchs_layers() -> None:
     padded = torch.zeros(B, N, dtype=torch.bool)
     padded[:, 4:] = True
     assert torch.equal(lf.Residual(inner)(x, padded), x + inner(x, src_key_padding_mask=padded))
+
+
+def test_a_mask_beside_is_causal() -> None:
+    x, hides = torch.randn(1, N, D), torch.zeros(N, N, dtype=torch.bool)
+    hides[2, 0] = True
+    with pytest.raises(ValueError, match="neither empty nor the causal mask"):
+        lf.L2MultiheadAttention(D, H, batch_first=True)(x, attn_mask=hides, is_causal=True)
+    free = lf.L2MultiheadAttention(D, H, batch_first=True, any_mask=True, value_proj=True)
+    weights = free(x, attn_mask=hides, is_causal=True)[1]
+    assert weights[0, 2, 0] == 0
+    assert (weights[0].triu(1) == 0).all()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,150 +14,79 @@ from lipformer.functional import debug_checks
 
 D, H, N = 8, 2, 5
 X = torch.randn(3, N, D, generator=torch.Generator().manual_seed(0))
-OWN = torch.eye(N, dtype=torch.bool)
-
-BUILDS: dict[str, tuple[dict[str, Any], str]] = {
-    "heads": ({"embed_dim": 8, "num_heads": 3}, "multiple of num_heads, got embed_dim=8, num_heads=3"),
-    "no heads": ({"num_heads": 0}, "embed_dim must be a positive multiple .* num_heads=0"),
-    "dropout": ({"dropout": 1.0}, r"dropout must be in \[0, 1\), got 1.0"),
-    "positions": ({"positions": "learned"}, "must be None, 'alibi' or 'rotary', got 'learned'"),
-    "alibi": ({"positions": "alibi"}, "positions='alibi' needs causal=True, got causal=None"),
-    "slopes": ({"slopes": (0.1, 0.2)}, "slopes need positions='alibi', got positions=None"),
-    "slope count": (
-        {"positions": "alibi", "causal": True, "slopes": (0.5,)},
-        r"slopes must be 2 positive numbers, got \(0.5,\)",
-    ),
-    "slope sign": (
-        {"positions": "alibi", "causal": True, "slopes": (0.5, -1.0)},
-        r"slopes must be 2 positive numbers, got \(0.5, -1.0\)",
-    ),
-    "window": ({"window": 3}, "window=3 needs causal=True, got causal=None"),
-    "window unmasked": ({"window": 3, "causal": False}, "needs causal=True, got causal=False"),
-    "empty window": ({"window": 0, "causal": True}, "window must be None or an integer >= 1, got 0"),
-    "max_len": ({"max_len": 0}, "max_len must be None or an integer >= 1, got 0"),
-    "odd rotary": ({"embed_dim": 6, "positions": "rotary"}, "needs an even head width, got 3"),
-    "proj_coeff": ({"proj_coeff": -1.0}, "coeff must be positive and finite, got -1.0"),
-}
+LATER = torch.ones(N, N, dtype=torch.bool).triu(1)
+ALIBI = {"positions": "alibi", "causal": True}
 
 
-@pytest.mark.parametrize("name", BUILDS)
-def test_building(name: str) -> None:
-    options, message = BUILDS[name]
+def attention(**options: Any) -> lf.L2MultiheadAttention:
+    return lf.L2MultiheadAttention(**{"embed_dim": D, "num_heads": H, "batch_first": True, **options})
+
+
+BUILDS: list[tuple[dict[str, Any], str]] = [
+    ({"num_heads": 3}, "multiple of num_heads, got embed_dim=8, num_heads=3"),
+    ({"positions": "learned"}, "must be None, 'alibi' or 'rotary', got 'learned'"),
+    ({"positions": "alibi"}, "positions='alibi' needs causal=True, got causal=None"),
+    ({"slopes": (0.1, 0.2)}, "slopes need positions='alibi', got positions=None"),
+    ({**ALIBI, "slopes": (0.5,)}, r"slopes must be 2 positive numbers, got \(0.5,\)"),
+    ({**ALIBI, "slopes": (0.5, -1.0)}, r"slopes must be 2 positive numbers, got \(0.5, -1.0\)"),
+    ({"window": 3}, "window=3 needs causal=True, got causal=None"),
+    ({"window": 3, "causal": False}, "needs causal=True, got causal=False"),
+    ({"window": 0, "causal": True}, "window must be None or an integer >= 1, got 0"),
+    ({"max_len": 0}, "max_len must be None or an integer >= 1, got 0"),
+    ({"causal": 1}, "causal must be True, False or None, got 1"),
+    ({"embed_dim": 6, "positions": "rotary"}, "needs an even head width, got 3"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BUILDS)
+def test_building(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        lf.L2MultiheadAttention(**{"embed_dim": D, "num_heads": H, **options})
+        attention(**options)
 
 
-CALLS: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = {
-    "key": ({}, {"key": X.clone()}, ValueError, "query and key must be one and the same tensor"),
-    "value": (
+ANY: dict[str, Any] = {"any_mask": True}
+HIDDEN = torch.zeros(N, N).index_put((torch.tensor(3), torch.tensor(3)), torch.tensor(-torch.inf))
+CALLS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({}, {"key": X.clone()}, "query and key must be one and the same tensor"),
+    ({}, {"value": X[:, :2]}, r"query and value must be one .* shapes \(3, 5, 8\) and \(3, 2, 8\)"),
+    (ANY, {"attn_mask": torch.eye(N) > 0}, "hides token 0's own key: every token must be allowed to"),
+    (ANY, {"attn_mask": HIDDEN}, "hides token 3's own key"),
+    (ANY, {"attn_mask": -torch.eye(N)}, "no entry of attn_mask may exceed the diagonal"),
+    (
         {},
-        {"value": X[:, :2]},
-        ValueError,
-        r"query and value must be one .* shapes \(3, 5, 8\) and \(3, 2, 8\)",
+        {"attn_mask": LATER.triu(2)},
+        r"neither empty nor the causal mask .* \(causal=None, any_mask=F",
     ),
-    "own key": (
-        {"any_mask": True},
-        {"attn_mask": OWN},
-        ValueError,
-        "hides token 0's own key: every token must be allowed to attend to itself",
-    ),
-    "own key added": (
-        {"any_mask": True},
-        {
-            "attn_mask": torch.zeros(N, N).index_put(
-                (torch.tensor(3), torch.tensor(3)), torch.tensor(-torch.inf)
-            )
-        },
-        ValueError,
-        "hides token 3's own key",
-    ),
-    "raised": (
-        {"any_mask": True},
-        {"attn_mask": torch.eye(N) * -1},
-        ValueError,
-        "no entry of attn_mask may exceed the diagonal",
-    ),
-    "other mask": (
-        {},
-        {"attn_mask": torch.ones(N, N, dtype=torch.bool).triu(2)},
-        ValueError,
-        r"neither empty nor the causal mask .* \(causal=None, any_mask=False\)",
-    ),
-    "causal mask": (
-        {"causal": False},
-        {"attn_mask": torch.ones(N, N, dtype=torch.bool).triu(1)},
-        ValueError,
-        "causal=False, any_mask=False",
-    ),
-    "causal flag": (
+    ({"causal": False}, {"attn_mask": LATER}, "causal=False, any_mask=False"),
+    (
         {"causal": False},
         {"is_causal": True},
-        ValueError,
         "is_causal=True, but the layer was built with causal=False",
     ),
-    "mask shape": (
-        {},
-        {"attn_mask": torch.zeros(N, N + 1)},
-        ValueError,
-        r"attn_mask must have shape \(5, 5\) or \(6, 5, 5\), got \(5, 6\)",
+    *(
+        (
+            {},
+            {"attn_mask": torch.zeros(N, N + 1), **hint},
+            r"shape \(5, 5\) or \(6, 5, 5\), got \(5, 6\)",
+        )
+        for hint in ({}, {"is_causal": True})
     ),
-    "mask shape with a hint": (
-        {},
-        {"attn_mask": torch.zeros(N, N + 1), "is_causal": True},
-        ValueError,
-        r"attn_mask must have shape \(5, 5\) or \(6, 5, 5\), got \(5, 6\)",
-    ),
-    "mask dtype": (
-        {"any_mask": True},
-        {"attn_mask": torch.zeros(N, N, dtype=torch.int64)},
-        TypeError,
-        "attn_mask must be bool or floating-point, got torch.int64",
-    ),
-    "padding shape": (
-        {},
-        {"key_padding_mask": torch.zeros(3, N + 1, dtype=torch.bool)},
-        ValueError,
-        r"key_padding_mask must have shape .* \(3, 5\), got \(3, 6\)",
-    ),
-    "padding dtype": (
-        {},
-        {"key_padding_mask": torch.zeros(3, N, dtype=torch.int32)},
-        TypeError,
-        r"key_padding_mask must be bool .* or float .*, got torch.int32",
-    ),
-    "padding value": (
-        {},
-        {"key_padding_mask": torch.full((3, N), -0.5)},
-        ValueError,
-        "may hold only 0 and -inf, got -0.5",
-    ),
-    "width": ({}, {"query": X[..., :6]}, ValueError, r"with D=8, got \(3, 5, 6\)"),
-    "rank one": ({}, {"query": X[0, 0]}, ValueError, r"at least 2 dimensions, got shape \(8,\)"),
-    "rank four": ({}, {"query": X[None]}, ValueError, r"\(B, N, D\) or \(N, D\) .* got \(1, 3, 5, 8\)"),
-    "no tokens": ({}, {"query": X[:, :0]}, ValueError, r"at least one token .* got \(3, 0, 8\)"),
-    "integers": ({}, {"query": X.long()}, TypeError, "floating-point dtype, got torch.int64"),
-    "a list": ({}, {"query": [1.0]}, TypeError, "query must be a torch.Tensor, got list"),
-    "too long": ({"max_len": 4}, {}, ValueError, "max_len is 4, got 5 tokens"),
-}
+    ({}, {"key_padding_mask": torch.zeros(3, 6) > 0}, r"must have shape .* \(3, 5\), got \(3, 6\)"),
+    ({}, {"key_padding_mask": torch.full((3, N), -0.5)}, "may hold only 0 and -inf, got -0.5"),
+    ({}, {"query": X[..., :6]}, r"\(B, N, D\) or \(N, D\) with D=8, got \(3, 5, 6\)"),
+    ({"max_len": 4}, {}, "max_len is 4, got 5 tokens"),
+]
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_calling(name: str) -> None:
-    options, call, kind, message = CALLS[name]
-    layer = lf.L2MultiheadAttention(D, H, batch_first=True, **options)
-    with pytest.raises(kind, match=message):
-        layer(**{"query": X, **call})
-
-
-def test_the_layout_is_named() -> None:
-    with pytest.raises(ValueError, match=re.escape("(N, B, D) or (N, D) with D=8")):
-        lf.L2MultiheadAttention(D, H)(X[..., :6])
+@pytest.mark.parametrize(("options", "call", "message"), CALLS)
+def test_calling(options: dict[str, Any], call: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        attention(**options)(**{"query": X, **call})
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_non_finite_input_under_the_debug_flag(value: float) -> None:
-    layer = lf.L2MultiheadAttention(D, H, batch_first=True)
-    bad = X.clone()
+    layer, bad = attention(), X.clone()
     bad[1, 2, 3] = value
     layer(bad)
     with debug_checks(), pytest.raises(ValueError, match="query must be finite .* 1 non-finite of 120"):
@@ -165,30 +94,19 @@ def test_non_finite_input_under_the_debug_flag(value: float) -> None:
     layer(bad)  # the flag is down again
 
 
-def test_other_layers() -> None:
-    with pytest.raises(ValueError, match="dim must be at least 2, got 1"):
-        lf.CenterNorm(1)
-    with pytest.raises(ValueError, match=r"last dimension must be 4, got shape \(3, 5, 8\)"):
-        lf.CenterNorm(4)(X)
-    with pytest.raises(ValueError, match="radius must be positive and finite, got 0"):
-        lf.BallProjection(0)
-    with pytest.raises(ValueError, match=r"even number of features, got shape \(3, 5, 7\)"):
-        lf.MaxMin()(X[..., :7])
-    with pytest.raises(ValueError, match=r"weight must be in \[0, 1\], got 1.5"):
-        lf.ConvexResidual(nn.Identity(), 1.5)
+OTHERS: dict[str, Callable[[], object]] = {
+    "dim must be at least 2, got 1": lambda: lf.CenterNorm(1),
+    "radius must be positive and finite, got 0": lambda: lf.BallProjection(0),
+    r"even number of features, got shape \(3, 5, 7\)": lambda: lf.MaxMin()(X[..., :7]),
+    r"weight must be in \[0, 1\], got 1.5": lambda: lf.ConvexResidual(nn.Identity(), 1.5),
+    "coeff must be positive and finite, got -0.9": lambda: lf.Contractive(attention(), -0.9),
+    "number of tokens, and none was given": lambda: lf.Contractive(attention()),
+    "needs a causal layer": lambda: lf.Contractive(attention(), norm="self", seq_len=N),
+    "dot-product attention": lambda: lf.Contractive(nn.Sequential(nn.MultiheadAttention(D, H))),
+}
 
 
-def test_contractive() -> None:
-    attention = lf.L2MultiheadAttention(D, H, batch_first=True)
-    with pytest.raises(ValueError, match="coeff must be positive and finite, got -0.9"):
-        lf.Contractive(attention, -0.9)
-    with pytest.raises(ValueError, match="norm must be one of l2, token, self, linf, got 'l1'"):
-        lf.Contractive(attention, norm="l1")
-    with pytest.raises(ValueError, match="seq_len must be None or an integer >= 1, got 2.5"):
-        lf.Contractive(attention, seq_len=2.5)
-    with pytest.raises(lf.NotCertifiable, match="grows with the number of tokens, and none was given"):
-        lf.Contractive(attention)
-    with pytest.raises(lf.NotCertifiable, match="needs a causal layer"):
-        lf.Contractive(attention, norm="self", seq_len=N)
-    with pytest.raises(lf.NotCertifiable, match="dot-product attention"):
-        lf.Contractive(nn.Sequential(nn.MultiheadAttention(D, H)))
+@pytest.mark.parametrize("message", OTHERS)
+def test_other_layers(message: str) -> None:
+    with pytest.raises((ValueError, lf.NotCertifiable), match=message):
+        OTHERS[message]()

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 import lipformer as lf
-from tests.layers.battery import CertifiedLayer
+from tests.layers.battery import CertifiedLayer, slow_compile
 
 
 class ContractiveBattery(CertifiedLayer):
@@ -49,20 +48,14 @@ class TestSmallestNorm(AttentionInside):
 
 class TestL2(AttentionInside):
     options: ClassVar[dict[str, Any]] = {"causal": True, "positions": "alibi", "value_proj": False}
-
-    @pytest.mark.slow
-    def test_compile(self) -> None:
-        super().test_compile()
+    test_compile = slow_compile
 
 
 class TestToken(AttentionInside):
     norm = "token"
     attacked = (("token", "plain"),)
     options: ClassVar[dict[str, Any]] = {"value_proj": True}
-
-    @pytest.mark.slow
-    def test_compile(self) -> None:
-        super().test_compile()
+    test_compile = slow_compile
 
 
 class TestSelf(AttentionInside):
@@ -70,20 +63,14 @@ class TestSelf(AttentionInside):
     norms = ("l2", "token", "linf", "self")
     attacked = (("self", "plain"),)
     options: ClassVar[dict[str, Any]] = {"value_proj": True, "causal": True, "window": 3}
-
-    @pytest.mark.slow
-    def test_compile(self) -> None:
-        super().test_compile()
+    test_compile = slow_compile
 
 
 class TestLinf(AttentionInside):
     norm = "linf"
     attacked = (("linf", "plain"),)
     options: ClassVar[dict[str, Any]] = {"value_proj": True}
-
-    @pytest.mark.slow
-    def test_compile(self) -> None:
-        super().test_compile()
+    test_compile = slow_compile
 
 
 class TestFeedForward(ContractiveBattery):
@@ -103,9 +90,7 @@ class TestSequential(ContractiveBattery):
         attention = lf.L2MultiheadAttention(8, 2, batch_first=True, value_proj=False)
         return nn.Sequential(lf.CenterNorm(8), lf.Residual(attention), nn.Linear(8, 8), nn.ReLU())
 
-    @pytest.mark.slow
-    def test_compile(self) -> None:
-        super().test_compile()
+    test_compile = slow_compile
 
 
 class TestResidual(CertifiedLayer):
@@ -117,9 +102,7 @@ class TestResidual(CertifiedLayer):
     def make(self) -> nn.Module:
         return lf.Residual(lf.L2MultiheadAttention(8, 2, batch_first=True, value_proj=False))
 
-    @pytest.mark.slow
-    def test_compile(self) -> None:
-        super().test_compile()
+    test_compile = slow_compile
 
 
 class TestConvexResidual(CertifiedLayer):

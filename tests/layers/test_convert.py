@@ -154,13 +154,8 @@ def test_keys_of_another_width_or_of_their_own_are_left_and_named() -> None:
         lf.convert_attention(attention(add_bias_kv=True))
 
 
-def test_a_model_without_attention_is_unchanged() -> None:
-    model = nn.Linear(3, 3)
-    assert lf.convert_attention(model) is model
-
-
-def test_bad_arguments_are_named() -> None:
-    with pytest.raises(TypeError, match=r"takes a torch.nn.Module, got list"):
-        lf.convert_attention([])  # type: ignore[arg-type]
+def test_sizes_are_taken_from_the_layers() -> None:
     with pytest.raises(ValueError, match="num_heads is taken from each layer"):
         lf.convert_attention(attention(), num_heads=2)
+    model = nn.Linear(3, 3)  # no attention
+    assert lf.convert_attention(model) is model

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import lipformer as lf
-from tests.layers.battery import CertifiedLayer, error, starting_inputs
+from tests.layers.battery import CertifiedLayer, error, slow_compile, starting_inputs
 
 EVERY_NORM = (("l2", "plain"), ("token", "plain"), ("linf", "plain"))
 
@@ -68,28 +68,19 @@ class TestPaperCausal(AttentionBattery):
     options: ClassVar[dict[str, Any]] = {"value_proj": True, "causal": True, "bias": False}
     norms = ("l2", "token", "linf", "self")
     attacked = (("l2", "plain"),)
-
-    @pytest.mark.slow
-    def test_compile(self) -> None:
-        super().test_compile()
+    test_compile = slow_compile
 
 
 class TestPaperUnmasked(AttentionBattery):
     options: ClassVar[dict[str, Any]] = {"value_proj": True, "causal": False}
-
-    @pytest.mark.slow
-    def test_compile(self) -> None:
-        super().test_compile()
+    test_compile = slow_compile
 
 
 class TestLean(AttentionBattery):
     options: ClassVar[dict[str, Any]] = {"value_proj": False}
     variants = ("plain", "padded", "causal", "padded causal")
     attacked = (*EVERY_NORM, ("l2", "causal"))
-
-    @pytest.mark.slow
-    def test_compile(self) -> None:
-        super().test_compile()
+    test_compile = slow_compile
 
 
 class TestWindow(AttentionBattery):
@@ -107,29 +98,20 @@ class TestRotary(AttentionBattery):
     options: ClassVar[dict[str, Any]] = {"value_proj": True, "positions": "rotary", "causal": True}
     norms = ("l2", "token", "self")
     attacked = (("token", "plain"),)
-
-    @pytest.mark.slow
-    def test_compile(self) -> None:
-        super().test_compile()
+    test_compile = slow_compile
 
 
 class TestAnyMask(AttentionBattery):
     options: ClassVar[dict[str, Any]] = {"value_proj": False, "any_mask": True}
     variants = ("plain", "padded", "causal", "hidden", "lowered", "padded hidden")
     attacked = (("l2", "hidden"), ("token", "lowered"))
-
-    @pytest.mark.slow
-    def test_compile(self) -> None:
-        super().test_compile()
+    test_compile = slow_compile
 
 
 class TestNormalisedProjections(AttentionBattery):
     options: ClassVar[dict[str, Any]] = {"value_proj": True, "proj_coeff": 0.7, "causal": True}
     norms = ("l2", "token", "linf", "self")
-
-    @pytest.mark.slow
-    def test_compile(self) -> None:
-        super().test_compile()
+    test_compile = slow_compile
 
 
 @pytest.mark.parametrize("seed", range(3))

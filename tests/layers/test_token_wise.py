@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import lipformer as lf
-from tests.layers.battery import CertifiedLayer, WithoutParameters
+from tests.layers.battery import CertifiedLayer, WithoutParameters, slow_compile
 
 
 class TestCenterNorm(WithoutParameters):
@@ -64,9 +64,7 @@ class TestPlainFeedForward(CertifiedLayer):
     def make(self) -> nn.Module:
         return lf.FeedForward(8, 12, coeff=None, activation=nn.GELU(), bias=False)
 
-    @pytest.mark.slow
-    def test_compile(self) -> None:
-        super().test_compile()
+    test_compile = slow_compile
 
 
 def test_center_norm_is_its_formula() -> None:
@@ -154,3 +152,14 @@ def test_derivatives_of_max_min_in_every_mode() -> None:
         assert torch.equal(torch.func.vmap(jacobian(layer))(x.detach())[0], want)
     twin = torch.func.vmap(layer)(x.detach())
     assert torch.equal(twin, layer(x))
+
+
+@pytest.mark.parametrize("wrapper", [lf.Residual, lf.ConvexResidual])
+def test_a_branch_that_broadcasts(wrapper: type[nn.Module]) -> None:
+    with pytest.raises(ValueError, match=r"keep the shape \(2, 8\) of its input, got \(2, 1\)"):
+        wrapper(nn.Linear(8, 1))(torch.randn(2, 8))
+
+
+def test_max_min_of_the_largest_numbers() -> None:
+    x = torch.tensor([[3e38, -3e38], [-3e38, 3e38]])
+    assert torch.equal(lf.MaxMin()(x), torch.tensor([[3e38, -3e38], [3e38, -3e38]]))

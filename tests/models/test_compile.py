@@ -43,9 +43,10 @@ def test_no_break_and_one_recompilation(variant: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("variant", lf.models.VARIANTS)
-def test_the_same_with_inductor(variant: str) -> None:
-    assert steps(variant, "inductor") <= 2
+def test_the_same_with_gradients_compiled(variant: str, backend: str) -> None:
+    assert steps(variant, backend) <= 2
 
 
 def test_a_break_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,14 +69,10 @@ def test_slopes_reach_the_attention() -> None:
     [
         ({"variant": "lstm"}, "variant must be one of dot_product, .* got 'lstm'"),
         ({"vocab_size": 0}, "vocab_size must be an integer >= 1, got 0"),
-        ({"dim": 2.5}, "dim must be an integer >= 1, got 2.5"),
         ({"dim": 10, "num_heads": 4}, "multiple of num_heads, got dim=10, num_heads=4"),
-        ({"max_len": None}, "max_len must be an integer >= 1, got None"),
-        ({"dropout": 1.0}, r"dropout must be in \[0, 1\), got 1.0"),
-        ({"dropout": "a lot"}, "got 'a lot'"),
+        *(({"dropout": p}, rf"dropout must be in \[0, 1\), got {p}") for p in (1.0, math.nan)),
         ({"positions": "learned"}, "positions must be one of alibi, .* got 'learned'"),
         ({"query_scale": 0.0}, "query_scale must be positive and finite, got 0.0"),
-        ({"slopes": [0.5]}, r"slopes must be 4 positive numbers, got \[0.5\]"),
         ({"slopes": [1, 1, 1, -1]}, "slopes must be 4 positive"),
         ({"slopes": [1, 1, 1, 1], "positions": "rotary"}, "slopes need positions='alibi'"),
         ({"variant": "dot_product", "coeff": 0.5}, "'dot_product' has no option coeff, got coeff=0.5"),
@@ -85,8 +81,6 @@ def test_slopes_reach_the_attention() -> None:
         ({"bound": "kim2021", "norm": "l2"}, "value_proj=True and norm='linf', got .* norm='l2'"),
         ({"coeff": 0.0}, "coeff must be positive and finite, got 0.0"),
         ({"norm": "l1"}, "norm must be one of self, l2, token, linf, got 'l1'"),
-        ({"norm_place": "middle"}, "norm_place must be one of pre, post, none, got 'middle'"),
-        ({"value_proj": 1}, "value_proj must be True or False, got 1"),
         ({"variant": "lipschitz", "norm": "self"}, "norm must be one of l2, token, linf, got 'self'"),
         ({"variant": "lipschitz", "norm_place": "post"}, "norm_place must be one of pre, none"),
         ({"variant": "invertible", "coeff": 1.0}, "coeff must be below 1 .* got 1.0"),
@@ -98,38 +92,6 @@ def test_a_wrong_entry_is_named(options: dict[str, Any], message: str) -> None:
     entries = {"variant": "contractive", "vocab_size": 50, **options}
     with pytest.raises(ValueError, match=message):
         LanguageModelConfig.from_dict(entries)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"vocab_size": 10**13}, "vocab_size must be at most 16777216, got 10000000000000"),
-        ({"vocab_size": True}, "vocab_size must be an integer >= 1, got True"),
-        (
-            {"vocab_size": 2**24, "dim": 1024},
-            r"at most 1e\+10 parameters, got about .* vocab_size=16777",
-        ),
-        ({"dim": 10**5000, "num_heads": 1}, "must be at most 16777216, got int of 16610 bits"),
-        ({"dim": 2**20}, r"at most 1e\+10 parameters, got about 4e\+13 with .*dim=1048576"),
-        ({"hidden": 10**30}, "hidden must be at most 16777216, got 1000"),
-        ({"num_layers": 10**9}, "num_layers must be at most 10000, got 1000000000"),
-        ({"max_len": 10**400}, "max_len must be at most 2147483647, got 1000"),
-        ({"dropout": 10**400}, r"dropout must be in \[0, 1\), got 1000"),
-        ({"dropout": math.nan}, r"dropout must be in \[0, 1\), got nan"),
-        ({"query_scale": 10**400}, "query_scale must be positive and finite, got 10000"),
-        ({"query_scale": 1e300}, "query_scale must be .* got 1e.300; allowed is 1e-30 to 1e30"),
-        ({"coeff": 10**5000}, "coeff must be positive and finite, got int of 16610 bits"),
-        ({"coeff": 1e-320}, "coeff must be positive and finite, got 1e-320; allowed is 1e-30 to 1e30"),
-        ({"variant": "lipschitz", "head_coeff": math.inf}, "head_coeff must be .* got inf"),
-        ({"slopes": [10**5000] * 4}, "slopes must be 4 positive numbers, got list"),
-        ({"variant": ["l2_untied"]}, r"variant must be one of .* got \['l2_untied'\]"),
-    ],
-)
-def test_an_absurd_number_is_named_before_memory_is_taken(options: dict[str, Any], message: str) -> None:
-    entries = {"variant": "contractive", "vocab_size": 50, **options}
-    with pytest.raises(ValueError, match=message) as caught:
-        LanguageModelConfig(**entries)
-    assert len(str(caught.value)) < 300
 
 
 def test_unknown_and_missing_entries_are_named() -> None:

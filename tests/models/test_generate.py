@@ -87,15 +87,10 @@ def test_no_new_token_is_the_prompt() -> None:
     ("prompt", "options", "message"),
     [
         (torch.zeros(1, 0, dtype=torch.int64), {}, r"at least one token, got torch.int64 \(1, 0\)"),
-        (torch.zeros(3, dtype=torch.int64), {}, r"shape \(B, N\)"),
-        (torch.zeros(1, 3), {}, "got torch.float32"),
         (torch.tensor([[0, 11]]), {}, r"the token 11; the vocabulary has 0\.\.10"),
-        (torch.tensor([[-1, 2]]), {}, "the token -1"),
         (torch.tensor([[1]]), {"max_new": -1}, "max_new must be an integer >= 0, got -1"),
         (torch.tensor([[1]]), {"temperature": -1.0}, "temperature must be 0 .* got -1.0"),
-        (torch.tensor([[1]]), {"temperature": float("nan")}, "got nan"),
         (torch.tensor([[1]]), {"top_k": 0}, r"top_k must be None or an integer in 1\.\.11, got 0"),
-        (torch.tensor([[1]]), {"top_k": 12}, "got 12"),
         (torch.tensor([[1]]), {"max_new": 24}, "max_len is 24, got a prompt of 1 tokens and max_new=24"),
     ],
 )
