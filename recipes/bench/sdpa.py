@@ -94,12 +94,12 @@ def call_of(layer: nn.Module, x: Tensor) -> Call:
     return call
 
 
-def attempt(call: Call, backend: str | None = None) -> Trial:
-    """Repeats a call, forward and backward, with one of BACKENDS alone or as torch chooses (None)."""
+def attempt(call: Call, backend: str = "chosen") -> Trial:
+    """Repeats a call, forward and backward, with one of BACKENDS alone or as torch has "chosen"."""
     query, key, value = (t.clone().requires_grad_() for t in (call.query, call.key, call.value))
     kernel = None
     kernels = _FusedKernels()
-    allowed = contextlib.nullcontext() if backend is None else sdpa_kernel(BACKENDS[backend])
+    allowed = sdpa_kernel(BACKENDS[backend]) if backend in BACKENDS else contextlib.nullcontext()
     with warnings.catch_warnings(record=True) as caught:
         # torch warns why it does not take a kernel.
         warnings.simplefilter("always")
@@ -107,7 +107,7 @@ def attempt(call: Call, backend: str | None = None) -> Trial:
             with allowed, kernels:
                 out = F.scaled_dot_product_attention(query, key, value, **call.options)
             kernel = (kernels.found or ["math"])[0]
-            if backend is not None and not kernel.startswith(backend):
+            if backend in BACKENDS and not kernel.startswith(backend):
                 # A device may know nothing of these backends.
                 return Trial(None, False, f"{kernel} ran instead")
             out.backward(torch.ones_like(out))
