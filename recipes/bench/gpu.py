@@ -140,13 +140,13 @@ def kernel_section(bench: Bench) -> Section:
                 trials = {name: attempt(call, name) for name in ("chosen", *BACKENDS)}
                 for name, trial in trials.items():
                     if trial.reason:
-                        reasons.setdefault(f"{name}: {trial.reason}", []).append(call.query.shape[-1])
+                        reasons.setdefault(f"{name}: {trial.reason}", []).append(call[0][0].shape[-1])
                 rows.append(
                     {
                         "layer": variant(key).label,
                         "dtype": _name(dtype),
                         "d": width,
-                        "width in the kernel": call.query.shape[-1],
+                        "width in the kernel": call[0][0].shape[-1],
                         **{name: str(trial) for name, trial in trials.items()},
                         "chosen": f"{trials['chosen'].kernel}, {trials['chosen']}",
                     }

@@ -17,7 +17,6 @@ import argparse
 import itertools
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,49 +30,14 @@ from recipes.bench.timing import environment, interleave
 from recipes.output import parser, show, write_json
 
 
-@dataclass(frozen=True)
-class Row:
-    """One solver on one branch.
-
-    Attributes:
-        branch: what is inverted.
-        solver: by whom.
-        coeff: the contraction of the branch.
-        scale: of the input.
-        error: largest |found - x| / max|x|.
-        promised: the error that the solver itself promises, in units of max|x|, if it promises one.
-        evaluations: of the branch, for the slowest sample.
-        milliseconds: the median of a whole inverse.
-    """
-
-    branch: str
-    solver: str
-    coeff: float
-    scale: float
-    error: float
-    promised: float | None
-    evaluations: int
-    milliseconds: float
-
-
-class Counter(nn.Module):
+class Counter(nn.Sequential):
     """A branch that counts its calls."""
 
-    def __init__(self, branch: nn.Module) -> None:
-        super().__init__()
-        self.branch = branch
-        self.calls = 0
+    calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        return self.branch(x)
-
-
-def rotation(dim: int) -> nn.Module:
-    """A random rotation: all of its spectrum on a circle, the hardest case for acceleration."""
-    linear = nn.Linear(dim, dim, bias=False)
-    nn.init.orthogonal_(linear.weight)
-    return linear
+        return super().forward(x)
 
 
 def branches(dim: int, heads: int, length: int, coeff: float) -> dict[str, InvertibleResidual]:
@@ -82,11 +46,17 @@ def branches(dim: int, heads: int, length: int, coeff: float) -> dict[str, Inver
     def attention(causal: bool) -> nn.Module:
         return lf.L2MultiheadAttention(dim, heads, batch_first=True, causal=causal)
 
+    def rotation() -> nn.Module:
+        # All of its spectrum on a circle: the hardest case for acceleration.
+        linear = nn.Linear(dim, dim, bias=False)
+        nn.init.orthogonal_(linear.weight)
+        return linear
+
     return {
         "attention, norm": InvertibleResidual(attention(False), coeff, seq_len=length),
         "attention, causal": InvertibleResidual(attention(True), coeff, "causal", seq_len=length),
         "feed-forward": InvertibleResidual(lf.FeedForward(dim, 2 * dim), coeff),
-        "rotation": InvertibleResidual(rotation(dim), coeff),
+        "rotation": InvertibleResidual(rotation(), coeff),
     }
 
 
@@ -117,8 +87,11 @@ def peer_solvers(net: nn.Module, dim: int) -> dict[str, Callable[[Tensor], Tenso
 @torch.no_grad()
 def rows_of(
     name: str, block: InvertibleResidual, x: Tensor, scale: float, options: argparse.Namespace
-) -> list[Row]:
-    """All solvers on one block, for y = block(x)."""
+) -> list[dict[str, Any]]:
+    """All solvers on one block, for y = block(x).
+
+    "evaluations" are of the branch, for the slowest sample; "promised" is in units of max|x| too.
+    """
     size = x.abs().max().item()
     y = block(x)
     counter = Counter(block.branch)
@@ -141,16 +114,11 @@ def rows_of(
             found[solver] = inverse(y), None, counter.calls
         samples = interleave(solvers, seconds=0.0, min_repetitions=1 if options.quick else 5)
     return [
-        Row(
-            branch=name,
-            solver=solver,
-            coeff=block.coeff,
-            scale=scale,
-            error=(solved - x).abs().max().item() / size,
-            promised=promised,
-            evaluations=count,
-            milliseconds=1e3 * samples.median(solver),
-        )
+        {
+            **{"branch": name, "solver": solver, "coeff": block.coeff, "scale": scale},
+            **{"error": (solved - x).abs().max().item() / size, "promised": promised},
+            **{"evaluations": count, "milliseconds": 1e3 * samples.median(solver)},
+        }
         for solver, (solved, promised, count) in found.items()
     ]
 
@@ -182,7 +150,7 @@ def main(argv: list[str] | None = None) -> None:
         for name, block in branches(options.dim, options.heads, options.length, coeff).items():
             for scale in options.scales:
                 x = scale * torch.randn(options.batch, options.length, options.dim)
-                rows += map(asdict, rows_of(name, block.eval(), x, scale, options))
+                rows += rows_of(name, block.eval(), x, scale, options)
     settings = {key: value for key, value in vars(options).items() if key != "out"}
     facts = environment("normflows", "FrEIA")
     show([{**row, "promised": row["promised"] or "-"} for row in rows])

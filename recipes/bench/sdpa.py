@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from training.errors import first_line
@@ -24,16 +24,8 @@ BACKENDS = {
     "math": SDPBackend.MATH,
 }
 _FUSED = "aten::_scaled_dot_product_"
-
-
-@dataclass(frozen=True)
-class Call:
-    """Query, key and value (B, H, N, E) of a call, and its options."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    options: dict[str, Any]
+# Query, key and value (B, H, N, E) of a call, and its options.
+Call = tuple[tuple[Tensor, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -48,26 +40,6 @@ class Trial:
         if self.backward:
             return "forward, backward"
         return "no" if self.kernel is None else "forward only"
-
-
-class _Calls(TorchFunctionMode):
-    """Keeps the arguments of each call of scaled_dot_product_attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[Call] = []
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if func is F.scaled_dot_product_attention:
-            query, key, value = args
-            self.found.append(Call(query.detach(), key.detach(), value.detach(), kwargs or {}))
-        return func(*args, **(kwargs or {}))
 
 
 class _FusedKernels(TorchDispatchMode):
@@ -88,15 +60,17 @@ class _FusedKernels(TorchDispatchMode):
 
 def call_of(layer: nn.Module, x: Tensor) -> Call:
     """The one call that a layer makes for the tokens x (B, N, D)."""
-    with _Calls() as calls, torch.no_grad():
+    real = F.scaled_dot_product_attention
+    with mock.patch.object(F, "scaled_dot_product_attention", wraps=real) as spy, torch.no_grad():
         layer(x)
-    (call,) = calls.found
-    return call
+    (call,) = spy.call_args_list
+    return call.args, dict(call.kwargs)
 
 
 def attempt(call: Call, backend: str = "chosen") -> Trial:
     """Repeats a call, forward and backward, with one of BACKENDS alone or as torch has "chosen"."""
-    query, key, value = (t.clone().requires_grad_() for t in (call.query, call.key, call.value))
+    tensors, options = call
+    query, key, value = (t.clone().requires_grad_() for t in tensors)
     kernel = None
     kernels = _FusedKernels()
     allowed = sdpa_kernel(BACKENDS[backend]) if backend in BACKENDS else contextlib.nullcontext()
@@ -105,7 +79,7 @@ def attempt(call: Call, backend: str = "chosen") -> Trial:
         warnings.simplefilter("always")
         try:
             with allowed, kernels:
-                out = F.scaled_dot_product_attention(query, key, value, **call.options)
+                out = F.scaled_dot_product_attention(query, key, value, **options)
             kernel = (kernels.found or ["math"])[0]
             if backend in BACKENDS and not kernel.startswith(backend):
                 # A device may know nothing of these backends.
