@@ -1,13 +1,33 @@
-"""What recipes tell a user: where they can write, found out before the work, and errors in one line."""
+"""What recipes share: options, tables, files that are written whole, and errors in one line."""
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import csv
+import json
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from training.errors import BadInput
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """The description line by line, and the default of every option."""
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser whose help is a module's header and all options with their defaults."""
+    return argparse.ArgumentParser(description=description, formatter_class=_Help)
 
 
 def usable_directory(path: str | Path, option: str = "--out") -> Path:
@@ -42,3 +62,62 @@ def exit_code(work: Callable[[], object]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+@contextlib.contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """Where to write a file: beside its place, which it takes when it is complete."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".part.{path.name}")
+    try:
+        yield part
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """A text file."""
+    with whole(path) as part:
+        part.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, document: Any) -> None:
+    """A document as JSON, and a line that says where."""
+    write_text(path, json.dumps(document, indent=2) + "\n")
+    print(f"written to {path}")
+
+
+def write_csv(path: Path, rows: Rows) -> None:
+    """A table as CSV."""
+    with whole(path) as part, part.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "not measured"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def show(rows: Rows, title: str = "") -> None:
+    """Prints rows that have the same keys as a table."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=160)  # not the 80 columns that rich takes there
+    table = Table(*map(escape, rows[0]), title=escape(title))
+    for row in rows:
+        table.add_row(*(escape(_cell(value)) for value in row.values()))
+    console.print(table)
+
+
+def markdown(rows: Rows) -> str:
+    """The same rows as a table in Markdown."""
+    cells = [list(rows[0]), *(map(_cell, row.values()) for row in rows)]
+    lines = [
+        "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row) + " |"
+        for row in cells
+    ]
+    return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])

@@ -1,36 +1,38 @@
-"""The benchmark: what it compares, how it sums up, and that it runs. No timing is asserted."""
+"""The benchmarks of layers, models and inverses: what they compare, how they sum up, and that they run.
+
+No timing is asserted.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
-import os
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from recipes.bench import targets
-from recipes.bench.attention import arguments, main
-from recipes.bench.load import Moment, quiet_between
-from recipes.bench.memory import Memory
+from recipes.bench import attention, inverse, training
 from recipes.bench.peers import VARIANTS, CdistAttention, OutputOnly, Shape, lean, variant
-from recipes.bench.timing import Samples, interleave, training_step
+from recipes.bench.timing import Ratio, Samples, interleave, training_step
 
 SHAPE = Shape(dim=32, heads=4, length=12)
 
 
-def build(key: str) -> torch.nn.Module:
-    return variant(key).build(SHAPE)
+@pytest.fixture(scope="module", autouse=True)
+def _settings_stay() -> Iterator[None]:
+    """A benchmark sets its process up."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_flush_denormal(False)
+    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("key", [v.key for v in VARIANTS if v.key != "bounds"])
 def test_every_layer_is_causal_and_keeps_the_shape(key: str) -> None:
-    layer = build(key).eval()
+    layer = variant(key).build(SHAPE).eval()
     x = torch.randn(2, SHAPE.length, SHAPE.dim)
     later = x.clone()
     later[:, -1] += 1.0
@@ -51,80 +53,42 @@ def test_the_cdist_layer_is_the_lean_layer_written_differently() -> None:
     torch.testing.assert_close(slow(x), OutputOnly(fast)(x), rtol=0, atol=1e-12)
 
 
-def test_a_step_runs_forward_and_backward_and_leaves_no_gradient() -> None:
+def test_a_layers_step_takes_all_gradients_and_leaves_none() -> None:
     layer = lean(SHAPE)
-    seen: list[bool] = []
-
-    def clock() -> float:
-        seen.append(all(p.grad is not None for p in layer.parameters()))
-        return float(len(seen))
-
-    taken = training_step(OutputOnly(layer), torch.randn(1, SHAPE.length, SHAPE.dim))(clock)
-    assert seen == [False, True]
-    assert taken == 1.0
+    grads = training_step(OutputOnly(layer), torch.randn(1, SHAPE.length, SHAPE.dim))()
+    assert [g.shape for g in grads[1:]] == [p.shape for p in layer.parameters()]  # type: ignore[index]
+    assert grads[0].shape == (1, SHAPE.length, SHAPE.dim)  # type: ignore[index]
     assert all(p.grad is None for p in layer.parameters())
 
 
-def test_slow_layers_run_less_often_and_ratios_pair_repetitions() -> None:
-    def takes(seconds: float) -> Callable[[Callable[[], float]], float]:
-        return lambda clock: seconds
-
-    steps = {"a": takes(1.0), "b": takes(2.0), "c": takes(1.0), "slow": takes(100.0)}
-    samples = interleave(steps, seconds=0.0, min_repetitions=7)
-    assert set(samples.seconds["a"]) == set(range(7))
-    assert set(samples.seconds["slow"]) == {0, 2, 4, 6}
-    ratio = samples.ratio("slow", "b")
-    assert ratio is not None
-    assert (ratio.median, ratio.count) == (50.0, 4)
+def test_a_models_step_learns() -> None:
+    model = training.model_of(training.RECIPES / "invertible.yaml", block=8)
+    before = [p.clone() for p in model.parameters()]
+    training.training_step(model, batch=2, block=8)()
+    assert all(p.grad is None for p in model.parameters())
+    assert any(not torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
 
 
-def test_load_on_one_repetition_does_not_move_the_median_ratio() -> None:
-    samples = Samples({"a": {0: 1.0, 1: 9.0, 2: 1.0}, "b": {0: 2.0, 1: 18.0, 2: 2.0, 3: 7.0}})
-    ratio = samples.ratio("b", "a")
-    assert ratio is not None
-    assert (ratio.median, ratio.low, ratio.high, ratio.count) == (2.0, 2.0, 2.0, 3)
-    assert samples.ratio("b", "absent") is None
+def test_steps_take_turns_and_ratios_pair_repetitions() -> None:
+    ran: list[str] = []
+    steps = {name: lambda name=name: ran.append(name) for name in "abc"}  # type: ignore[misc]
+    samples = interleave(steps, seconds=0.0, min_repetitions=3)
+    turns = [a for a, b in zip(ran, [*ran[1:], ""], strict=True) if a != b]
+    assert [len(times) for times in samples.seconds.values()] == [3, 3, 3]
+    assert len(turns) > 3, "not one after the other"
+    busy = Samples({"a": [1.0, 9.0, 1.0, 2.0], "b": [2.0, 18.0, 2.0, 5.0]})
+    assert busy.ratio("b", "a") == Ratio(2.0, 2.0, 2.125, 4), "load on one repetition is on both"
+    assert busy.median("b") == 3.5
+    assert busy.ratio("b", "absent") is None
 
 
-def test_disturbed_measurements_are_left_out_where_enough_remain() -> None:
-    times = {"a": dict.fromkeys(range(5), 1.0), "b": {0: 2.0, 1: 50.0, 2: 2.0, 3: 60.0, 4: 2.0}}
-    some = Samples(times, {"b": {1, 3}})
-    ratio = some.ratio("b", "a")
-    assert ratio is not None
-    assert (ratio.high, ratio.count, ratio.quiet) == (2.0, 3, True)
-    assert some.median("b") == 2.0
-    assert some.quiet_share() == pytest.approx(0.8)
-    # Two are too few: then all count, and the result says that the machine was busy.
-    ratio = Samples(times, {"b": {1, 3}, "a": {4}}).ratio("b", "a")
-    assert ratio is not None
-    assert (ratio.count, ratio.quiet) == (5, False)
-
-
-def test_others_are_noticed_above_a_tenth_of_the_processors() -> None:
-    cores = os.cpu_count() or 1
-    start = Moment(wall=0.0, busy=0.0, own=0.0)
-    assert quiet_between(start, Moment(wall=1.0, busy=0.5 + 0.09 * cores, own=0.5))
-    assert not quiet_between(start, Moment(wall=1.0, busy=0.52 + 0.11 * cores, own=0.5))
-    assert quiet_between(Moment(0.0, None, 0.0), Moment(1.0, None, 0.0))
-
-
-def run_with(**seconds: float) -> dict[int, Samples]:
-    samples = Samples({key: {0: value} for key, value in seconds.items()})
-    return dict.fromkeys(targets.LENGTHS, samples)
-
-
-GOOD = {"mha": 1.0, "lean": 0.8, "paper": 0.9, "cdist": 4.0, "lean_alibi": 0.85, "bounds": 0.05}
-
-
-def test_a_run_that_keeps_every_target_passes() -> None:
-    verdicts = targets.judge(run_with(**GOOD))
-    assert len(verdicts) == len(targets.TARGETS)
-    assert all(verdict.passed is True for verdict in verdicts)
+GOOD = {"mha": 1.0, "lean": 0.8, "paper": 0.9, "cdist": 5.0, "lean_alibi": 0.85, "bounds": 0.05}
 
 
 @pytest.mark.parametrize(
     ("key", "seconds", "name", "missed"),
     [
+        ("lean", 0.8, "", set()),
         ("lean", 0.9, "lean form / nn.MultiheadAttention", {256, 1024}),
         ("paper", 1.1, "paper form / nn.MultiheadAttention", {256, 1024, 4096}),
         ("cdist", 3.0, "cdist / lean form", {1024, 4096}),
@@ -133,101 +97,112 @@ def test_a_run_that_keeps_every_target_passes() -> None:
     ],
 )
 def test_a_missed_target_is_reported(key: str, seconds: float, name: str, missed: set[int]) -> None:
-    verdicts = targets.judge(run_with(**{**GOOD, "cdist": 5.0, key: seconds}))
-    assert {(v.name, v.length) for v in verdicts if v.passed is False} == {(name, n) for n in missed}
+    samples = Samples({layer: [time] for layer, time in {**GOOD, key: seconds}.items()})
+    verdicts = attention.judge(dict.fromkeys(attention.LENGTHS, samples), 999_000_000)
+    assert {verdict["passed"] for verdict in verdicts} <= {True, False}
+    found = {(v["name"], v["length"]) for v in verdicts if v["passed"] is False}
+    assert found == {(name, n) for n in missed}
+
+
+@pytest.mark.parametrize(("peak", "passed"), [(None, None), (999_000_000, True), (1_001_000_000, False)])
+def test_memory_is_judged_and_what_was_not_measured_is_not(
+    peak: int | None, passed: bool | None
+) -> None:
+    *times, memory = attention.judge({}, peak)
+    assert memory["passed"] is passed
+    assert {verdict["passed"] for verdict in times} == {None}
 
 
 @pytest.mark.parametrize(
-    ("count", "spread", "disturbed", "clear"),
-    [(5, 0.01, 0, True), (5, 0.3, 0, False), (5, 0.01, 3, False), (2, 0.01, 0, False)],
-    ids=["clear", "a quartile contradicts", "disturbed", "too few"],
+    ("ratio", "clear"),
+    [
+        (Ratio(0.8, 0.7, 0.84, 5), True),
+        (Ratio(0.8, 0.7, 0.9, 5), False),
+        (Ratio(0.8, 0.7, 0.8, 2), False),
+    ],
+    ids=["clear", "a quartile contradicts", "too few"],
 )
-def test_what_load_or_chance_may_have_decided_is_unclear(
-    count: int, spread: float, disturbed: int, clear: bool
+def test_what_chance_may_have_decided_is_unclear(ratio: Ratio, clear: bool) -> None:
+    verdict = attention.TARGETS[0].judge(ratio)
+    assert (verdict["passed"], verdict["clear"]) == (True, clear)
+
+
+def test_the_attention_bench_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    mha = dict.fromkeys(range(count), 1.0)
-    lean_times = {i: 0.8 + spread * (i - count // 2) for i in range(count)}
-    samples = Samples({"mha": mha, "lean": lean_times}, {"lean": set(range(disturbed))})
-    verdict = targets.judge({256: samples})[0]
-    assert (verdict.passed, verdict.clear) == (True, clear)
-
-
-def test_what_was_not_measured_is_neither_met_nor_missed() -> None:
-    assert {verdict.passed for verdict in targets.judge({})} == {None}
-    assert targets.judge_memory(None).passed is None
-    assert targets.judge_memory(Memory(peak=999_000_000, before=0)).passed is True
-    assert targets.judge_memory(Memory(peak=1_001_000_000, before=0)).passed is False
-
-
-@pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
-    """JSON and tables of a tiny run without x-transformers, to see the row that says so."""
-    out = tmp_path_factory.mktemp("bench") / "new" / "attention.json"
+    """In small, and without x-transformers, to see the row that says so."""
+    for name in ("x_transformers", "x_transformers.x_transformers"):
+        monkeypatch.setitem(sys.modules, name, None)
     sizes = ["--lengths", "8", "16", "--tokens", "32", "--dim", "16", "--heads", "2"]
     extent = ["--memory-length", "32", "--seconds", "0", "--quick", "--threads", "1"]
-    threads = torch.get_num_threads()
-    text = io.StringIO()
-    try:
-        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(text):
-            for name in ("x_transformers", "x_transformers.x_transformers"):
-                patch.setitem(sys.modules, name, None)
-            main(["--out", str(out), *sizes, *extent])
-    finally:
-        torch.set_flush_denormal(False)
-        torch.set_num_threads(threads)
-    return json.loads(out.read_text()), text.getvalue()
-
-
-def test_the_json_file_holds_every_figure(report: tuple[dict[str, Any], str]) -> None:
-    document, _ = report
-    assert set(document) == {"environment", "settings", "lengths", "quiet_share", "memory", "targets"}
+    out = tmp_path / "new" / "attention.json"
+    attention.main(["--out", str(out), *sizes, *extent])
+    document, shown = json.loads(out.read_text()), capsys.readouterr().out
     assert document["environment"]["torch"] == torch.__version__
-    assert document["environment"]["threads"] == 1
-    assert document["environment"]["cpu_count"] == os.cpu_count()
     assert document["settings"]["dim"] == 16
-    assert list(document["lengths"]) == list(document["quiet_share"]) == ["8", "16"]
+    assert list(document["lengths"]) == ["8", "16"]
     for rows in document["lengths"].values():
         assert [row["key"] for row in rows] == [v.key for v in VARIANTS]
         for row in rows:
+            assert row["label"] in shown
             if row["key"].startswith("xt_"):
                 assert row["skipped"].startswith("not installed")
                 continue
             assert 0.0 < row["best_ms"] <= row["median_ms"]
-            for other in ("mha", "lean"):
-                ratio = row[f"ratio_to_{other}"]
+            for ratio in (row["ratio_to_mha"], row["ratio_to_lean"]):
                 assert 0.0 < ratio["low"] <= ratio["median"] <= ratio["high"]
-                assert ratio["count"] >= 1
+                assert ratio["count"] == 3
             assert row["key"] != "mha" or row["ratio_to_mha"]["median"] == 1.0
-    assert len(document["targets"]) == len(targets.TARGETS) + 1
+    assert "x-transformers L2, flash=True: not installed" in shown
     # Sizes other than the promised ones are not judged.
     assert {target["passed"] for target in document["targets"]} == {None}
-
-
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
-def test_peak_memory_is_that_of_a_fresh_process(report: tuple[dict[str, Any], str]) -> None:
-    document, _ = report
-    assert set(document["memory"]) == {"lean"}
-    for memory in document["memory"].values():
-        assert 50e6 < memory["before"] <= memory["peak"] < 1e9
-
-
-def test_the_tables_show_layers_and_what_is_missing(report: tuple[dict[str, Any], str]) -> None:
-    _, text = report
-    for row in VARIANTS:
-        assert row.label in text
-    assert "x-transformers L2, flash=True: not installed" in text
-    assert "pip install x-transformers" in text
-    assert "not measured" in text
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--lengths", "100"], "must divide --tokens=4096, got 100"),
-        (["--heads", "7"], "--dim must be a multiple of --heads, got 512 and 7"),
-    ],
-)
-def test_bad_sizes_are_named(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (memory,) = document["memory"].values()
+    assert memory is None or 50e6 < memory["before"] <= memory["peak"] < 1e9
     with pytest.raises(SystemExit):
-        arguments(argv)
-    assert message in capsys.readouterr().err
+        attention.arguments(["--lengths", "100"])
+    assert "must divide --tokens=4096, got [100]" in capsys.readouterr().err
+
+
+def test_the_training_bench_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "deep" / "training.json"
+    training.main(["--seconds", "0", "--batch", "1", "--block", "8", "--out", str(out)])
+    rows = json.loads(out.read_text())["rows"]
+    assert set(rows) == {path.stem for path in training.RECIPES.glob("*.yaml")}
+    assert rows[training.BASELINE]["share"] == 1.0
+    assert "l2_untied" in capsys.readouterr().out
+
+
+def test_shares_are_of_the_baselines_speed() -> None:
+    rows = training.report(Samples({training.BASELINE: [1.0, 3.0], "other": [2.0, 6.0]}), symbols=100)
+    assert rows["other"]["share"] == 0.5
+    assert rows["other"]["characters_per_second"] == 25.0
+
+
+@pytest.fixture(scope="module")
+def inverses(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    out = tmp_path_factory.mktemp("bench") / "inverse.json"
+    sizes = ["--batch", "2", "--length", "6", "--dim", "8", "--heads", "2", "--scales", "1"]
+    inverse.main(["--out", str(out), "--quick", "--threads", "1", *sizes])
+    document = json.loads(out.read_text())
+    assert all(document["environment"][package] for package in ("torch", "normflows", "FrEIA"))
+    return document["rows"]
+
+
+def test_every_solver_meets_every_branch(inverses: list[dict[str, Any]]) -> None:
+    branches = {"attention, norm", "attention, causal", "feed-forward", "rotation"}
+    pairs = {(row["solver"], row["branch"]) for row in inverses}
+    assert len(pairs) == len(inverses) == 6 * len(branches)
+    assert {branch for _, branch in pairs} == branches
+
+
+def test_errors_and_evaluations_are_those_of_the_solvers(inverses: list[dict[str, Any]]) -> None:
+    """Ours keeps its promise; FrEIA always takes its fifty steps, normflows stops early."""
+    for row in inverses:
+        if row["solver"].startswith("lipformer"):
+            assert row["error"] <= row["promised"]
+            assert row["evaluations"] >= 1
+            assert row["error"] <= (1e-5 if "1e-06" in row["solver"] else 1e-3)
+        else:
+            assert row["error"] < 0.1
+            assert row["branch"] != "rotation" or row["error"] > 5e-5
+            assert "FrEIA" not in row["solver"] or row["evaluations"] == 51

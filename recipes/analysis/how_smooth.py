@@ -30,15 +30,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
+from jsonargparse.typing import PositiveFloat, PositiveInt
 from rich.progress import track
 from torch import Tensor
 
 from lipformer.analysis import GainRow, GainTable, adversarial_tokens, layer_gains, probe_attention
 from lipformer.estimates import estimate_lipschitz
-from recipes.analysis.help import Help, claim_directory, positive
+from recipes.output import exit_code, markdown, parser, usable_directory, write_text
 from training.corpus import embedded_text
-from training.errors import first_line
+from training.errors import BadInput, first_line
 
 LENGTHS = (2, 3, 4, 6, 8, 11, 16, 23, 33, 48, 69, 100)
 # More of a text is not needed to cut out a few hundred sequences.
@@ -48,53 +48,35 @@ PAPER = "0.24 to 0.26 in most layers of BERT and GPT-2, 0.51 in layer 6 of pretr
 
 def arguments() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
-    add = parser.add_argument
+    given = parser(__doc__)
+    add = given.add_argument
     add("--model", default="random-gpt2", help="directory, hub name, random-gpt2 or random-bert")
-    add("--text", type=Path, help="text file (default: documentation that comes with Python)")
+    add("--text", type=Path, help="text file (%(default)s: documentation that comes with Python)")
     add("--out", type=Path, default=Path("report/how_smooth"), help="directory of all output")
-    add("--lengths", type=int, nargs="+", default=list(LENGTHS), help="tokens of a sequence")
-    add("--sequences", type=int, default=10, help="for each length")
-    add("--depth", type=int, default=6, help="layers of a random model (BERT and GPT-2: 12)")
-    add("--width", type=int, default=384, help="of a random model (BERT and GPT-2: 768)")
-    add("--heads", type=int, default=6, help="of a random model (BERT and GPT-2: 12)")
+    add("--lengths", type=PositiveInt, nargs="+", default=list(LENGTHS), help="tokens of a sequence")
+    add("--sequences", type=PositiveInt, default=10, help="for each length")
+    add("--depth", type=PositiveInt, default=6, help="layers of a random model (BERT and GPT-2: 12)")
+    add("--width", type=PositiveInt, default=384, help="of a random model (BERT and GPT-2: 768)")
+    add("--heads", type=PositiveInt, default=6, help="of a random model (BERT and GPT-2: 12)")
     add("--special", action="store_true", help="begin with the tokenizer's [CLS], end with its [SEP]")
     add("--heads-only", action="store_true", help="attention without its output projection")
-    choices = ["none", "jasmin", "min"]
-    add(
-        "--bound", choices=choices, default="none", help="above each gain; takes longer, min much longer"
-    )
+    add("--bound", choices=["jasmin", "min"], help="above each gain; takes longer, min much longer")
     add("--adversarial", action="store_true", help="steep tokens instead of text, at the norms of text")
-    add("--tol", type=float, default=1e-4, help="relative tolerance of a gain")
+    add("--tol", type=PositiveFloat, default=1e-4, help="relative tolerance of a gain")
     add("--seed", type=int, default=0, help="of random weights, sequences and starts")
-    return parser
+    return given
 
 
 def random_model(options: argparse.Namespace) -> torch.nn.Module:
     """A model at initialisation with an entry of its vocabulary for each byte."""
     import transformers
 
-    longest = max(options.lengths)
-    if options.model == "random-gpt2":
-        config: Any = transformers.GPT2Config(
-            vocab_size=256,
-            n_embd=options.width,
-            n_layer=options.depth,
-            n_head=options.heads,
-            n_positions=longest,
-            bos_token_id=0,
-            eos_token_id=0,
-        )
-        return transformers.GPT2Model(config)
-    config = transformers.BertConfig(
-        vocab_size=256,
-        hidden_size=options.width,
-        num_hidden_layers=options.depth,
-        num_attention_heads=options.heads,
-        intermediate_size=4 * options.width,
-        max_position_embeddings=longest,
-    )
-    return transformers.BertModel(config)
+    config = transformers.AutoConfig.for_model(options.model.removeprefix("random-"))
+    sizes = {"hidden_size": options.width, "intermediate_size": 4 * options.width}
+    sizes |= {"num_hidden_layers": options.depth, "num_attention_heads": options.heads}
+    sizes |= {"max_position_embeddings": max(options.lengths), "vocab_size": 256}
+    config.update({**sizes, "bos_token_id": 0, "eos_token_id": 0})
+    return transformers.AutoModel.from_config(config)
 
 
 def load(options: argparse.Namespace) -> tuple[torch.nn.Module, Tensor, list[int]]:
@@ -102,15 +84,15 @@ def load(options: argparse.Namespace) -> tuple[torch.nn.Module, Tensor, list[int
     try:
         import transformers
     except ImportError:
-        raise SystemExit("this recipe needs transformers: pip install 'lipformer[hf]'") from None
+        raise BadInput("this recipe needs transformers: pip install 'lipformer[hf]'") from None
     try:
         text = embedded_text() if options.text is None else options.text.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise SystemExit(f"--text must be UTF-8 text, got {str(options.text)!r}: {error}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInput(f"--text must be UTF-8 text, got {str(options.text)!r}: {error}") from None
     text = text[:MOST_CHARACTERS]
     if options.model in ("random-gpt2", "random-bert"):
         if options.special:
-            raise SystemExit(f"--special needs a tokenizer, and {options.model} has bytes")
+            raise BadInput(f"--special needs a tokenizer, and {options.model} has bytes")
         return random_model(options), torch.tensor(list(text.encode())), []
     # Loading bars and remarks on long inputs are not what this recipe reports.
     transformers.utils.logging.set_verbosity_error()
@@ -120,10 +102,10 @@ def load(options: argparse.Namespace) -> tuple[torch.nn.Module, Tensor, list[int
         tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
     # What transformers raises for names and directories that it cannot use; its first line says why.
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise SystemExit(f"--model {options.model} cannot be loaded: {first_line(error)}") from None
+        raise BadInput(f"--model {options.model} cannot be loaded: {first_line(error)}") from None
     around = [tokenizer.cls_token_id, tokenizer.sep_token_id] if options.special else []
     if None in around:
-        raise SystemExit(f"--special: the tokenizer of {options.model} has no [CLS] and [SEP]")
+        raise BadInput(f"--special: the tokenizer of {options.model} has no [CLS] and [SEP]")
     return model, text_ids(tokenizer, text, options.model), around
 
 
@@ -131,12 +113,12 @@ def text_ids(tokenizer: Any, text: str, model: str) -> Tensor:
     """The text as ids (T,); ends the program where they would not be the text."""
     # Without tokenizer files transformers makes one up that knows nothing but its special tokens.
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
-        raise SystemExit(f"{model} has no tokenizer")
+        raise BadInput(f"{model} has no tokenizer")
     ids = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]).long()
     unknown = 0 if tokenizer.unk_token_id is None else int((ids == tokenizer.unk_token_id).sum())
     # GPT-2's unknown token is its end of text, which real text seldom holds.
     if 2 * unknown > len(ids):
-        raise SystemExit(f"the tokenizer of {model} knows too little: {unknown} of {len(ids)} unknown")
+        raise BadInput(f"the tokenizer of {model} knows too little: {unknown} of {len(ids)} unknown")
     return ids
 
 
@@ -144,9 +126,9 @@ def sequences(ids: Tensor, around: list[int], options: argparse.Namespace) -> li
     """Random pieces of the text, --sequences for each length; special tokens count."""
     shortest, longest = min(options.lengths) - len(around), max(options.lengths) - len(around)
     if shortest < 1 or options.sequences < 1:
-        raise SystemExit(f"--lengths must leave at least one token of text, got {options.lengths}")
+        raise BadInput(f"--lengths must leave at least one token of text, got {options.lengths}")
     if len(ids) <= longest:
-        raise SystemExit(f"the text has {len(ids)} tokens, too few for sequences of {longest}")
+        raise BadInput(f"the text has {len(ids)} tokens, too few for sequences of {longest}")
     generator = torch.Generator().manual_seed(options.seed)
     cut = []
     for n in options.lengths:
@@ -166,7 +148,7 @@ def steep_gains(model: torch.nn.Module, cut: list[Tensor], options: argparse.Nam
     for probe in track(probes, description="layers"):
         maps = probe.maps()
         if maps is None:
-            raise SystemExit(f"{probe.name}: no adversarial tokens for logits that depend on positions")
+            raise BadInput(f"{probe.name}: no adversarial tokens for logits that depend on positions")
         radius = float(probe.tokens.norm(dim=-1).max())
         for number, n in enumerate(options.lengths):
             x = adversarial_tokens(maps.double(), n, radius).float()
@@ -188,68 +170,62 @@ def summary(table: GainTable, options: argparse.Namespace) -> str:
     first, last = min(options.lengths), max(options.lengths)
     source = "Python's documentation" if options.text is None else options.text.name
     kind = "adversarial tokens at the norms of " if options.adversarial else ""
-    lines = [
-        f"# Local gain of the attention of {name(options)}",
-        "",
+    head = (
+        f"# Local gain of the attention of {name(options)}\n\n"
         f"On {kind}{source}, n = {first}..{last} tokens, {len(table)} gains, relative tolerance "
         f"{options.tol:g} ({sum(row.converged for row in table.rows)} met it), "
         f"output projection {'excluded' if options.heads_only else 'included'}"
-        f"{', with special tokens' if options.special else ''}.",
-        "Gain: the largest singular value of the Jacobian of pure attention, a lower estimate.",
-        f"The paper's exponents of n: {PAPER}; adversarial tokens 0.5.",
-        "",
-        f"| layer | exponent of n | gain at n={first} | gain at n={last} | radius | gain/bound |",
-        "|---|---|---|---|---|---|",
-    ]
+        f"{', with special tokens' if options.special else ''}.\n"
+        "Gain: the largest singular value of the Jacobian of pure attention, a lower estimate.\n"
+        f"The paper's exponents of n: {PAPER}; adversarial tokens 0.5.\n\n"
+    )
+    lines = []
     for fit in table.exponents():
         rows = [row for row in table.rows if row.index == fit.index]
-        ends = [statistics.median(row.gain for row in rows if row.n == n) for n in (first, last)]
+        gains = {n: statistics.median(row.gain for row in rows if row.n == n) for n in (first, last)}
         shares = [row.gain / row.bound for row in rows if row.bound]
-        share = f"{statistics.median(shares):.3f}" if shares else "-"
-        radius = statistics.median(row.radius for row in rows)
         error = "" if math.isnan(fit.error) else f" ± {fit.error:.3f}"
         lines.append(
-            f"| {fit.index} {fit.layer} | {fit.exponent:.3f}{error} | {ends[0]:.4g} | {ends[1]:.4g} "
-            f"| {radius:.4g} | {share} |"
+            {
+                "layer": f"{fit.index} {fit.layer}",
+                "exponent of n": f"{fit.exponent:.3f}{error}",
+                **{f"gain at n={n}": gain for n, gain in gains.items()},
+                "radius": statistics.median(row.radius for row in rows),
+                "gain/bound": f"{statistics.median(shares):.3f}" if shares else "-",
+            }
         )
-    return "\n".join(lines) + "\n"
+    return head + markdown(lines) + "\n"
 
 
-def main(given: list[str] | None = None) -> int:
+def run(options: argparse.Namespace) -> None:
     """Measures, writes the three files and prints the summary."""
-    parser = arguments()
-    options = parser.parse_args(given)
-    positive(parser, options, "lengths", "sequences", "depth", "width", "heads", "tol")
-    if options.width % options.heads:
-        parser.error(f"--width must be a multiple of --heads, got {options.width} and {options.heads}")
     if len(set(options.lengths)) < 2:
-        raise SystemExit(f"--lengths needs two different lengths to fit a growth, got {options.lengths}")
-    if options.text is not None and not options.text.is_file():
-        raise SystemExit(f"--text must be a text file, got {str(options.text)!r}")
-    if options.adversarial and options.bound != "none":
-        raise SystemExit(f"--adversarial has no bounds: leave out --bound, got {options.bound}")
+        raise BadInput(f"--lengths needs two different lengths to fit a growth, got {options.lengths}")
+    if options.adversarial and options.bound:
+        raise BadInput(f"--adversarial has no bounds: leave out --bound, got {options.bound}")
     torch.manual_seed(options.seed)
     model, ids, around = load(options)
     cut = sequences(ids, around, options)
-    claim_directory(parser, options.out)
+    usable_directory(options.out)
     if options.adversarial:
         table = steep_gains(model, cut, options)
     else:
         generator = torch.Generator().manual_seed(options.seed)
         table = layer_gains(
-            model, cut,
-            tol=options.tol, bound=None if options.bound == "none" else options.bound,
+            model, cut, tol=options.tol, bound=options.bound,
             output_projection=not options.heads_only, progress=True, generator=generator,
         )  # fmt: skip
     table.to_csv(options.out / "gains.csv")
     table.plot(options.out / "gains.png", title=f"attention of {name(options)}")
     text = summary(table, options)
-    part = options.out / "summary.md.part"
-    part.write_text(text, encoding="utf-8")
-    part.replace(options.out / "summary.md")
-    # Rows of Markdown stay whole at any width.
-    Console().print(text, markup=False, soft_wrap=True)
-    return 0
+    write_text(options.out / "summary.md", text)
+    print(text)
+
+
+def main(given: list[str] | None = None) -> int:
+    """Runs the command line; returns the exit code."""
+    options = arguments().parse_args(given)
+    return exit_code(lambda: run(options))
 
 
 if __name__ == "__main__":

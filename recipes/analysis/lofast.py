@@ -16,20 +16,18 @@ bound falls. Takes half a minute on one core.
 from __future__ import annotations
 
 import argparse
-import csv
-import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import matplotlib
 import torch
-from rich.console import Console
+from jsonargparse.typing import PositiveFloat, PositiveInt
 from rich.progress import track
-from rich.table import Table
 from torch import Tensor, nn
 
 from lipformer.analysis import AttentionMaps, attention_maps, lofast_bound
-from recipes.analysis.help import Help, claim_directory, positive
+from recipes.output import exit_code, parser, show, usable_directory, whole, write_csv
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -38,7 +36,6 @@ from matplotlib.ticker import MaxNLocator
 RADII = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 KINDS = ("generic", "unit-norm")
 RESIDUALS = {"x + f(x)": (1.0, 1.0), "x/2 + f(x)/2": (0.5, 0.5)}
-COLUMNS = ("experiment", "kind", "depth", "eps", "attack", "refined", "plain")
 Row = dict[str, str | int | float]
 
 
@@ -77,9 +74,8 @@ def attack(
 
 def random_maps(kind: str, dim: int, heads: int) -> AttentionMaps:
     """A random layer: torch's initial weights ("generic"), or divided by their norms ("unit-norm")."""
-    layer = nn.MultiheadAttention(dim, heads, batch_first=True, dtype=torch.float64).requires_grad_(
-        False
-    )
+    layer = nn.MultiheadAttention(dim, heads, batch_first=True, dtype=torch.float64)
+    layer.requires_grad_(False)
     if kind == "unit-norm":
         for part in (*layer.in_proj_weight.chunk(3), layer.out_proj.weight):
             part.normal_()
@@ -122,7 +118,7 @@ def movement(
     return {name: float((value / eps).median()) for name, value in found.items()}
 
 
-def measure(options: argparse.Namespace, console: Console) -> list[Row]:
+def measure(options: argparse.Namespace) -> list[Row]:
     """All rows of the table."""
     n, d, h, b = options.tokens, options.dim, options.heads, options.samples
     jobs: list[tuple[str, str, str, int, float]] = [
@@ -134,9 +130,7 @@ def measure(options: argparse.Namespace, console: Console) -> list[Row]:
         for depth in range(1, options.depth + 1)
     ]
     rows: list[Row] = []
-    for experiment, kind, name, depth, eps in track(
-        jobs, "attacks and bounds", console=console, transient=True
-    ):
+    for experiment, kind, name, depth, eps in track(jobs, "attacks and bounds", transient=True):
         weights = kind if kind in KINDS else "generic"
         torch.manual_seed(options.seed)
         layers = [random_maps(weights, d, h) for _ in range(depth)]
@@ -165,26 +159,25 @@ def draw(rows: list[Row], path: Path) -> None:
         axis.set_ylabel("movement / eps")
         axis.legend()
     figure.tight_layout()
-    temporary = path.with_name(f".{path.name}")
-    figure.savefig(temporary, dpi=120, format="png")
-    os.replace(temporary, path)
+    with whole(path) as part:
+        figure.savefig(part, dpi=120)
     plt.close(figure)
 
 
-def write(rows: list[Row], path: Path) -> None:
-    """The table as CSV."""
-    temporary = path.with_name(f".{path.name}")
-    with temporary.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        writer.writerows(rows)
-    os.replace(temporary, path)
+def run(options: argparse.Namespace) -> None:
+    """Measures and writes."""
+    usable_directory(options.out)
+    rows = measure(options)
+    write_csv(options.out / "lofast.csv", rows)
+    draw(rows, options.out / "lofast.png")
+    show(rows, f"movement / eps, medians of {options.samples} inputs")
+    print(f"written to {options.out}")
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Runs the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
-    parser.add_argument("--out", type=Path, default=Path("report/analysis/lofast"), help="directory")
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command line; returns the exit code."""
+    given = parser(__doc__)
+    given.add_argument("--out", type=Path, default=Path("report/analysis/lofast"), help="directory")
     for name, default, text in (
         ("tokens", 16, "N"),
         ("dim", 16, "D"),
@@ -193,25 +186,12 @@ def main(arguments: list[str] | None = None) -> None:
         ("steps", 40, "of the attack"),
         ("depth", 5, "the largest number of layers"),
     ):
-        parser.add_argument(f"--{name}", type=int, default=default, help=text)
-    parser.add_argument("--eps", type=float, default=0.1, help="radius through depth")
-    parser.add_argument("--seed", type=int, default=0, help="of all random numbers")
-    options = parser.parse_args(arguments)
-    positive(parser, options, "tokens", "dim", "heads", "samples", "steps", "depth", "eps")
-    if options.dim % options.heads:
-        parser.error(f"--dim must be a multiple of --heads, got {options.dim} and {options.heads}")
-    claim_directory(parser, options.out)
-    console = Console()
-    rows = measure(options, console)
-    write(rows, options.out / "lofast.csv")
-    draw(rows, options.out / "lofast.png")
-    table = Table("experiment", "kind", "depth", "eps", "attack", "refined", "plain")
-    for row in rows:
-        numbers = (f"{row[name]:.3g}" for name in COLUMNS[2:])
-        table.add_row(str(row["experiment"]), str(row["kind"]), *numbers)
-    console.print(table)
-    console.print(f"movement / eps, medians of {options.samples} inputs; written to {options.out}")
+        given.add_argument(f"--{name}", type=PositiveInt, default=default, help=text)
+    given.add_argument("--eps", type=PositiveFloat, default=0.1, help="radius through depth")
+    given.add_argument("--seed", type=int, default=0, help="of all random numbers")
+    options = given.parse_args(arguments)
+    return exit_code(lambda: run(options))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

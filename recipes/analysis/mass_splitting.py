@@ -19,24 +19,22 @@ and 2.667 split. Leaves mass_splitting.csv (a row for each cloud) and mass_split
 from __future__ import annotations
 
 import argparse
-import csv
-import os
+import sys
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import matplotlib
 import torch
-from rich.box import SIMPLE
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
+from jsonargparse.typing import PositiveFloat, PositiveInt
+from rich.progress import track
 from torch import Tensor, nn
 
 import lipformer as lf
 from lipformer.analysis import AttentionMaps, measure_gain, split_attack, split_gain
-from recipes.analysis.help import Help, claim_directory, positive
+from recipes.output import exit_code, parser, show, usable_directory, whole, write_csv
+from training.errors import BadInput
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -140,20 +138,9 @@ def draw_picture(rows: list[Row], path: Path) -> None:
     right.plot([], [], "k:", label="random, every radius")
     right.set(xlabel="tokens", ylabel="split / unsplit gain, largest", title="Dot-product attention")
     right.legend(fontsize=8)
-    temporary = path.with_suffix(".partial.png")
-    figure.savefig(temporary, dpi=120)
+    with whole(path) as part:
+        figure.savefig(part, dpi=120)
     plt.close(figure)
-    os.replace(temporary, path)
-
-
-def write_table(rows: list[Row], path: Path) -> None:
-    """All rows as CSV."""
-    temporary = path.with_suffix(".partial")
-    with temporary.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(Row._fields)
-        writer.writerows(rows)
-    os.replace(temporary, path)
 
 
 def added(row: Row) -> float:
@@ -161,68 +148,54 @@ def added(row: Row) -> float:
     return row.split / row.unsplit
 
 
-def show(rows: list[Row], console: Console) -> None:
+def table(rows: list[Row]) -> list[dict[str, Any]]:
     """For each kind of cloud, attention and number of tokens, the cloud where splitting adds most."""
-    # Narrow enough for 80 columns.
-    names = ("cloud", "attention", "tokens", "decides", "radius", "unsplit", "split", "attack")
-    table = Table(
-        *names,
-        box=SIMPLE,
-        padding=(0, 1, 0, 0),
-        title="clouds where splitting decides; the radius where it adds most",
-    )
+    found = []
     for key in dict.fromkeys((row.cloud, row.attention, row.tokens) for row in rows):
-        group = select(rows, cloud=key[0], attention=key[1], tokens=key[2])
+        names = dict(zip(("cloud", "attention", "tokens"), key, strict=True))
+        group = select(rows, **names)
         decides = sum(added(row) > 1 + 1e-9 for row in group)
-        top = max(group, key=added)
-        cells = [f"{value:.3f}" for value in (top.unsplit, top.split, top.attack)]
-        where = [f"{top.radius:g}", *cells] if decides else ["", "", "", ""]
-        table.add_row(key[0], key[1], str(key[2]), f"{decides} of {len(group)}", *where)
-    console.print(table)
+        top = max(group, key=added)._asdict()
+        where = {name: top[name] if decides else "" for name in ("radius", "unsplit", "split", "attack")}
+        found.append({**names, "decides": f"{decides} of {len(group)}", **where})
+    return found
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Runs the recipe."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
-    parser.add_argument(
-        "--tokens", type=int, nargs="+", default=[3, 5, 9, 25], help="odd numbers of tokens"
-    )
-    parser.add_argument(
-        "--radii", type=float, nargs="+", default=[0.5, 1.0, 2.0, 4.0, 8.0], help="radii of the ball"
-    )
-    parser.add_argument("--dim", type=int, default=2, help="width of the tokens")
-    parser.add_argument("--draws", type=int, default=6, help="clouds of each kind and size")
-    parser.add_argument("--step", type=float, default=1e-3, help="of the split, over the radius")
-    parser.add_argument("--seed", type=int, default=0, help="of the clouds")
-    parser.add_argument("--out", type=Path, default=Path("report/mass_splitting"), help="directory")
-    options = parser.parse_args(arguments)
-    positive(parser, options, "radii", "dim", "draws", "step")
+def run(options: argparse.Namespace) -> None:
+    """Measures and writes."""
     if any(n < 3 or n % 2 == 0 for n in options.tokens):
-        parser.error(f"--tokens must be odd numbers >= 3, got {options.tokens}")
-    if max(options.tokens) * options.dim > 4096:
-        parser.error(
-            f"--tokens times --dim must be at most 4096, got {options.tokens} and {options.dim}"
-        )
-    claim_directory(parser, options.out)
-    console = Console()
-    rows: list[Row] = []
+        raise BadInput(f"--tokens must be odd numbers >= 3, got {options.tokens}")
+    usable_directory(options.out)
     total = 2 * len(CLOUDS) * len(options.tokens) * len(options.radii) * options.draws
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("clouds", total=total)
-        for row in measure(
-            options.dim, options.tokens, options.radii, options.draws, options.step, options.seed
-        ):
-            rows.append(row)
-            progress.advance(task)
-    show(rows, console)
+    clouds = measure(
+        options.dim, options.tokens, options.radii, options.draws, options.step, options.seed
+    )
+    rows = list(track(clouds, "clouds", total=total, transient=True))
+    show(table(rows), "clouds where splitting decides; the radius where it adds most")
     known = torch.tensor([[2.0], [-2.0], [0.0]], dtype=torch.float64), torch.ones(3)
     layer = attentions(1)["dot-product"]
     unsplit, split = (float(gain(layer, *known)) for gain in (measure_gain, split_gain))
-    console.print(f"tokens {{2, -2, 0}}: {unsplit:.3f} unsplit, {split:.3f} split")
-    write_table(rows, options.out / "mass_splitting.csv")
+    print(f"tokens {{2, -2, 0}}: {unsplit:.3f} unsplit, {split:.3f} split")
+    write_csv(options.out / "mass_splitting.csv", [row._asdict() for row in rows])
     draw_picture(rows, options.out / "mass_splitting.png")
-    console.print(f"written: {options.out}/mass_splitting.csv and .png")
+    print(f"written: {options.out}/mass_splitting.csv and .png")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the recipe; returns the exit code."""
+    given = parser(__doc__)
+    add = given.add_argument
+    add("--tokens", type=int, nargs="+", default=[3, 5, 9, 25], help="odd numbers of tokens")
+    radii = [0.5, 1.0, 2.0, 4.0, 8.0]
+    add("--radii", type=PositiveFloat, nargs="+", default=radii, help="radii of the ball")
+    add("--dim", type=PositiveInt, default=2, help="width of the tokens")
+    add("--draws", type=PositiveInt, default=6, help="clouds of each kind and size")
+    add("--step", type=PositiveFloat, default=1e-3, help="of the split, over the radius")
+    add("--seed", type=int, default=0, help="of the clouds")
+    add("--out", type=Path, default=Path("report/mass_splitting"), help="directory")
+    options = given.parse_args(arguments)
+    return exit_code(lambda: run(options))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.autograd import DeviceType
@@ -23,21 +21,17 @@ class Counts:
     kernels: int | None
 
 
-def device_of(name: str | None) -> torch.device:
-    """The device of that name, ready for use; CUDA if there is no name.
+def device_of(name: str) -> torch.device:
+    """The device of that name, ready for use.
 
     Raises:
         BadInput: there is no such device here.
     """
-    found = torch.accelerator.current_accelerator(check_available=True)
-    allowed = " or ".join([*([] if found is None else [found.type]), "cpu"])
-    if name is None and not torch.cuda.is_available():
-        raise BadInput(f"no CUDA device was found; --device must be {allowed}")
     try:
-        device = torch.device(name or "cuda")
+        device = torch.device(name)
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise BadInput(f"--device must be {allowed}, got {name!r}: {first_line(error)}") from error
+        raise BadInput(f"--device must be one of torch's, got {name!r}: {first_line(error)}") from error
     if device.index:
         # What follows speaks to the current device, which is the first unless another is set.
         torch.get_device_module(device).set_device(device)
@@ -56,17 +50,6 @@ def device_facts(device: torch.device) -> dict[str, str]:
         facts["cudnn"] = str(torch.backends.cudnn.version())
     facts["float32_matmul_precision"] = torch.get_float32_matmul_precision()
     return facts
-
-
-def waiting_clock(device: torch.device) -> Callable[[], float]:
-    """A clock that first waits for all that was launched: it times the work and not its launch."""
-    synchronize = torch.get_device_module(device).synchronize
-
-    def clock() -> float:
-        synchronize()
-        return time.perf_counter()
-
-    return clock
 
 
 def peak_memory(device: torch.device, work: Callable[[], object]) -> int | None:
@@ -101,12 +84,12 @@ def cuda_counts(work: Callable[[], object]) -> Counts:
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as record:
         work()
         torch.cuda.synchronize()
-    return Counts(reads, launches(record.events() or ()) or None)
-
-
-def launches(events: Iterable[Any]) -> int:
-    """How many of the profiler's events ran on the GPU; ranges that code has named are not work."""
-    return sum(e.device_type == DeviceType.CUDA and not e.is_user_annotation for e in events)
+    # What ran on the GPU; ranges that code has named are not work.
+    kernels = sum(
+        event.device_type == DeviceType.CUDA and not event.is_user_annotation
+        for event in record.events() or ()
+    )
+    return Counts(reads, kernels or None)
 
 
 # By device type; a type that is not here is not counted.

@@ -11,13 +11,14 @@ at full size; how fast they are on a GPU it does not show.
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+from recipes.output import parser
 
 _ROOT = Path(__file__).resolve().parents[2]
 _SMALL = {
@@ -56,15 +57,10 @@ def run(name: str, text: str) -> tuple[float, float, str]:
 def main(argv: list[str] | None = None) -> int:
     """Prints the table; returns 1 if a run failed."""
     every = sorted(path.stem for path in (_ROOT / "recipes" / "ptb").glob("*.yaml"))
-    parser = argparse.ArgumentParser(prog="python -m recipes.bench.full_size", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("directory", type=Path, help="where the text is")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(every)}")
-    given = parser.parse_args(argv)
-    if not given.directory.is_dir():
-        parser.error(f"DIRECTORY must be one with text files, got {str(given.directory)!r}")
-    if unknown := [name for name in given.names if name not in every]:
-        parser.error(f"NAME must be of {', '.join(every)}, got {', '.join(unknown)}")
+    options = parser(__doc__)
+    options.add_argument("directory", type=Path, help="where the text is")
+    options.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(every)}")
+    given = options.parse_args(argv)
     print("| configuration | time, s | peak, GiB | failure |\n|---|---|---|---|", flush=True)
     failed = False
     for name in given.names or every:

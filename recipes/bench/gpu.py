@@ -13,13 +13,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import json
 import math
 import sys
-import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,61 +28,61 @@ import torch
 from torch import Tensor
 
 import lipformer as lf
-from recipes.bench.attention import environment
-from recipes.bench.device import Counts, counts, device_facts, device_of, peak_memory, waiting_clock
+from recipes.bench.device import Counts, counts, device_facts, device_of, peak_memory
 from recipes.bench.peers import OutputOnly, Shape, lean, variant
 from recipes.bench.sdpa import BACKENDS, attempt, call_of
-from recipes.bench.sections import Failure, Section, save, show
-from recipes.bench.timing import Ratio, Samples, interleave
+from recipes.bench.timing import Step, environment, interleave
 from recipes.bench.timing import training_step as layer_step
 from recipes.bench.training import BASELINE, RECIPES, model_of
 from recipes.bench.training import training_step as model_step
-from recipes.output import exit_code, usable_directory
-from training.errors import BadInput, first_line
+from recipes.output import exit_code, markdown, parser, show, usable_directory, write_text
+from training.errors import first_line
 
 HEAD_WIDTHS = (32, 64, 128)
 DTYPES = (torch.bfloat16, torch.float32)
 LAYERS = ("mha", "sdpa", "lean", "paper", "lean_alibi")
 _MEGABYTE = 2**20
 
-Step = Callable[[Callable[[], float]], float]
 Row = dict[str, Any]
+
+
+class Failure(str):
+    """What is in the cell of something that failed and should not have."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A title, what a reader must know, and rows that have the same keys; None: not measured."""
+
+    title: str
+    note: str
+    rows: list[Row]
+
+    def failed(self) -> bool:
+        """Whether a cell holds a failure."""
+        return any(isinstance(value, Failure) for row in self.rows for value in row.values())
 
 
 @dataclass(frozen=True)
 class Sizes:
     """How large all is. ``model`` changes what the recipes say."""
 
-    tokens: int
-    lengths: tuple[int, ...]
-    dim: int
-    heads: int
-    error_length: int
-    attack_length: int
-    attack_steps: int
-    attack_restarts: int
-    recipes: Path
-    model: dict[str, Any]
-    batch: int
-    block: int
-    repetitions: int
+    tokens: int = 16384
+    lengths: tuple[int, ...] = (256, 1024, 4096, 16384)
+    dim: int = 512
+    heads: int = 8
+    error_length: int = 1024
+    attack_length: int = 64
+    attack_steps: int = 60
+    attack_restarts: int = 16
+    recipes: Path = RECIPES.parent
+    model: Mapping[str, Any] = field(default_factory=dict)
+    batch: int = 64
+    block: int = 288
+    repetitions: int = 3
 
 
-FULL = Sizes(
-    tokens=16384,
-    lengths=(256, 1024, 4096, 16384),
-    dim=512,
-    heads=8,
-    error_length=1024,
-    attack_length=64,
-    attack_steps=60,
-    attack_restarts=16,
-    recipes=RECIPES.parent,
-    model={},
-    batch=64,
-    block=288,
-    repetitions=3,
-)
+FULL = Sizes()
 SMOKE = Sizes(
     tokens=16,
     lengths=(16,),
@@ -111,17 +111,8 @@ class Bench:
 
     def tokens(self, length: int, dim: int, batch: int = 1) -> Tensor:
         """Tokens of a normal distribution (batch, length, dim), the same on every device."""
-        return torch.randn(batch, length, dim, generator=torch.Generator().manual_seed(0)).to(
-            self.device
-        )
-
-    def time(self, steps: dict[str, Step]) -> Samples:
-        return interleave(
-            steps,
-            seconds=self.seconds,
-            min_repetitions=self.sizes.repetitions,
-            clock=waiting_clock(self.device),
-        )
+        x = torch.randn(batch, length, dim, generator=torch.Generator().manual_seed(0))
+        return x.to(self.device)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -146,18 +137,20 @@ def kernel_section(bench: Bench) -> Section:
             for width in HEAD_WIDTHS:
                 layer = variant(key).build(Shape(2 * width, 2, n)).to(bench.device, dtype)
                 call = call_of(layer, bench.tokens(n, 2 * width, batch=2).to(dtype))
-                row: Row = {"layer": variant(key).label, "dtype": _name(dtype), "d": width}
-                chosen = attempt(call)
-                trials = {name: attempt(call, name) for name in BACKENDS}
-                for name, trial in {"chosen": chosen, **trials}.items():
+                trials = {name: attempt(call, name) for name in ("chosen", *BACKENDS)}
+                for name, trial in trials.items():
                     if trial.reason:
-                        reasons.setdefault(f"{name}: {trial.reason}", []).append(call.query.shape[-1])
-                row |= {
-                    "width in the kernel": call.query.shape[-1],
-                    "chosen": f"{chosen.kernel}, {chosen}",
-                    **{name: str(trial) for name, trial in trials.items()},
-                }
-                rows.append(row)
+                        reasons.setdefault(f"{name}: {trial.reason}", []).append(call[0][0].shape[-1])
+                rows.append(
+                    {
+                        "layer": variant(key).label,
+                        "dtype": _name(dtype),
+                        "d": width,
+                        "width in the kernel": call[0][0].shape[-1],
+                        **{name: str(trial) for name, trial in trials.items()},
+                        "chosen": f"{trials['chosen'].kernel}, {trials['chosen']}",
+                    }
+                )
     notes = [f"Causal, {n} tokens: torch's choice, and each backend when it is the only one allowed."]
     notes += [f"- {why} (widths {sorted(set(widths))})" for why, widths in reasons.items()]
     return Section("Kernels of scaled_dot_product_attention", "\n".join(notes), rows)
@@ -170,44 +163,38 @@ def compare(bench: Bench, build: dict[str, Callable[[], Step]], baseline: str) -
     """
     steps: dict[str, Step] = {}
     failures: dict[str, str] = {}
-    peaks: dict[str, int | None] = {}
-    counted: dict[str, Counts] = {baseline: Counts(None, None)}
+    used: dict[str, tuple[int | None, Counts]] = {}
     for name, make in build.items():
         try:
             step = make()
-            step(time.perf_counter)  # the first run makes what later ones keep
-            peaks[name] = peak_memory(bench.device, partial(step, time.perf_counter))
-            counted[name] = counts(bench.device, partial(step, time.perf_counter))
+            step()  # the first run makes what later ones keep
+            used[name] = peak_memory(bench.device, step), counts(bench.device, step)
             steps[name] = step
         except torch.OutOfMemoryError:
             failures[name] = "out of memory"
         except RuntimeError as error:
             failures[name] = Failure(f"failed: {first_line(error)}")
-    samples = bench.time(steps)
+    repetitions = bench.sizes.repetitions
+    samples = interleave(steps, seconds=bench.seconds, min_repetitions=repetitions)
+    usual = used[baseline][1].kernels if baseline in used else None
     rows: dict[str, Row] = {}
     for name in build:
+        peak, counted = used.get(name, (None, Counts(None, None)))
         ratio = samples.ratio(name, baseline)
-        kernels, usual = (counted.get(n, counted[baseline]).kernels for n in (name, baseline))
         seconds = samples.median(name) if name in steps else math.nan
-        peak = peaks.get(name)
-        row: Row = {
+        rows[name] = {
             "ms": seconds * 1e3,
             "steps/s": 1.0 / seconds,
-            f"time, × {baseline}": None if ratio is None else ratio.median,
-            "quartiles": None if ratio is None else _quartiles(ratio),
+            f"time, × {baseline}": ratio and ratio.median,
+            "quartiles": ratio and f"{ratio.low:.3f} to {ratio.high:.3f} of {ratio.count}",
             "peak MB": None if peak is None else peak / _MEGABYTE,
-            "host reads": counted.get(name, counted[baseline]).host_reads,
-            "kernels": kernels,
-            f"kernels, × {baseline}": None if kernels is None or usual is None else kernels / usual,
+            "host reads": counted.host_reads,
+            "kernels": counted.kernels,
+            f"kernels, × {baseline}": counted.kernels and usual and counted.kernels / usual,
         }
         if name in failures:
-            row = {**dict.fromkeys(row, "-"), "ms": failures[name]}
-        rows[name] = row
+            rows[name] = {**dict.fromkeys(rows[name], "-"), "ms": failures[name]}
     return rows
-
-
-def _quartiles(ratio: Ratio) -> str:
-    return "one run only" if ratio.count == 1 else f"{ratio.low:.3f} to {ratio.high:.3f}"
 
 
 def layer_section(bench: Bench) -> Section:
@@ -308,31 +295,22 @@ def certificate_section(bench: Bench) -> Section:
     return Section("Certificate against attack", note, [row])
 
 
-PARTS: tuple[Callable[[Bench], Section], ...] = (
-    device_section,
-    kernel_section,
-    layer_section,
-    training_section,
-    error_section,
-    certificate_section,
-)
+PARTS: list[Callable[[Bench], Section]] = [device_section, kernel_section, layer_section]
+PARTS += [training_section, error_section, certificate_section]
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m recipes.bench.gpu", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--device", help="any torch device, cpu to try it (default: cuda)")
-    parser.add_argument("--output", default="report/bench", help="directory (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=10.0, help="for each group of timings")
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes, to see that it runs")
-    parser.add_argument("--compile", action="store_true", help="compile the models, as recipes/ptb do")
-    return parser.parse_args(argv)
+    given = parser(__doc__)
+    given.add_argument("--device", default="cuda", help="any torch device, cpu to try it")
+    given.add_argument("--output", default="report/bench", help="directory")
+    given.add_argument("--seconds", type=float, default=10.0, help="for each group of timings")
+    given.add_argument("--smoke", action="store_true", help="tiny sizes, to see that it runs")
+    given.add_argument("--compile", action="store_true", help="compile the models, as recipes/ptb do")
+    return given.parse_args(argv)
 
 
 def run(options: argparse.Namespace) -> bool:
     """Measures, prints and saves part by part; whether nothing failed."""
-    if options.seconds < 0:
-        raise BadInput(f"--seconds must not be negative, got {options.seconds}")
     directory = usable_directory(options.output, "--output")
     bench = Bench(
         device_of(options.device),
@@ -349,9 +327,12 @@ def run(options: argparse.Namespace) -> bool:
             rows = [{"failed": Failure(traceback.format_exc())}]
             section = Section(part.__name__, "This part failed; please report it.", rows)
         sections.append(section)
-        show(section)
-        paths = save(sections, directory, "gpu", "recipes.bench.gpu")
-    print("written to " + " and ".join(map(str, paths)))
+        show(section.rows, section.title)
+        print(section.note)
+        write_text(directory / "gpu.json", json.dumps([asdict(s) for s in sections], indent=2) + "\n")
+        parts = [f"## {s.title}\n\n{s.note}\n\n{markdown(s.rows)}\n" for s in sections]
+        write_text(directory / "gpu.md", "\n".join(["# recipes.bench.gpu\n", *parts]))
+    print(f"written to {directory}/gpu.json and gpu.md")
     return not any(section.failed() for section in sections)
 
 

@@ -15,12 +15,9 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
-import statistics
-import time
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,55 +25,19 @@ import torch
 from torch import Tensor, nn
 
 import lipformer as lf
-from lipformer.flows import InvertibleResidual
-from recipes.bench.attention import environment, version
-
-_RESULTS = Path("report/bench/inverse.json")
-
-
-@dataclass(frozen=True)
-class Row:
-    """One solver on one branch.
-
-    Attributes:
-        branch: what is inverted.
-        solver: by whom.
-        coeff: the contraction of the branch.
-        scale: of the input.
-        error: largest |found - x| / max|x|.
-        promised: the error that the solver itself promises, in units of max|x|, if it promises one.
-        evaluations: of the branch, for the slowest sample.
-        milliseconds: the median of a whole inverse.
-    """
-
-    branch: str
-    solver: str
-    coeff: float
-    scale: float
-    error: float
-    promised: float | None
-    evaluations: int
-    milliseconds: float
+from lipformer.flows import InvertibleResidual, Record
+from recipes.bench.timing import environment, interleave
+from recipes.output import parser, show, write_json
 
 
-class Counter(nn.Module):
+class Counter(nn.Sequential):
     """A branch that counts its calls."""
 
-    def __init__(self, branch: nn.Module) -> None:
-        super().__init__()
-        self.branch = branch
-        self.calls = 0
+    calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        return self.branch(x)
-
-
-def rotation(dim: int) -> nn.Module:
-    """A random rotation: all of its spectrum on a circle, the hardest case for acceleration."""
-    linear = nn.Linear(dim, dim, bias=False)
-    nn.init.orthogonal_(linear.weight)
-    return linear
+        return super().forward(x)
 
 
 def branches(dim: int, heads: int, length: int, coeff: float) -> dict[str, InvertibleResidual]:
@@ -85,22 +46,18 @@ def branches(dim: int, heads: int, length: int, coeff: float) -> dict[str, Inver
     def attention(causal: bool) -> nn.Module:
         return lf.L2MultiheadAttention(dim, heads, batch_first=True, causal=causal)
 
+    def rotation() -> nn.Module:
+        # All of its spectrum on a circle: the hardest case for acceleration.
+        linear = nn.Linear(dim, dim, bias=False)
+        nn.init.orthogonal_(linear.weight)
+        return linear
+
     return {
         "attention, norm": InvertibleResidual(attention(False), coeff, seq_len=length),
         "attention, causal": InvertibleResidual(attention(True), coeff, "causal", seq_len=length),
         "feed-forward": InvertibleResidual(lf.FeedForward(dim, 2 * dim), coeff),
-        "rotation": InvertibleResidual(rotation(dim), coeff),
+        "rotation": InvertibleResidual(rotation(), coeff),
     }
-
-
-def timed(run: Callable[[], Any], repeats: int) -> float:
-    """The median time of a call in milliseconds."""
-    times = []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        run()
-        times.append(1e3 * (time.perf_counter() - begin))
-    return statistics.median(times)
 
 
 def peer_solvers(net: nn.Module, dim: int) -> dict[str, Callable[[Tensor], Tensor]]:
@@ -129,119 +86,75 @@ def peer_solvers(net: nn.Module, dim: int) -> dict[str, Callable[[Tensor], Tenso
 
 @torch.no_grad()
 def rows_of(
-    name: str,
-    block: InvertibleResidual,
-    x: Tensor,
-    scale: float,
-    tols: list[float],
-    repeats: int,
-) -> list[Row]:
-    """All solvers on one block, for y = block(x)."""
-    rows = []
+    name: str, block: InvertibleResidual, x: Tensor, scale: float, options: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """All solvers on one block, for y = block(x).
+
+    "evaluations" are of the branch, for the slowest sample; "promised" is in units of max|x| too.
+    """
     size = x.abs().max().item()
     y = block(x)
+    counter = Counter(block.branch)
+    solvers: dict[str, Callable[[], Any]] = {}
+    found: dict[str, tuple[Tensor, float | None, int]] = {}
 
-    def row(solver: str, found: Tensor, promised: float | None, count: int, ms: float) -> Row:
-        error = (found - x).abs().max().item() / size
-        return Row(name, solver, block.coeff, scale, error, promised, count, ms)
+    def ours(accelerate: bool, tol: float) -> tuple[Tensor, Record]:
+        block.accelerate = accelerate
+        return block.inverse_with_record(y, tol=tol)
 
     with lf.frozen(block.branch):
-        for accelerate, tol in itertools.product((True, False), tols):
-            block.accelerate = accelerate
-            found, record = block.inverse_with_record(y, tol=tol)
-            milliseconds = timed(lambda tol=tol: block.inverse(y, tol=tol), repeats)  # type: ignore[misc]
-            promised = record.error_bound.max().item() / size
+        for accelerate, tol in itertools.product((True, False), options.tols):
             solver = f"lipformer, {'Anderson' if accelerate else 'plain'}, tol {tol:g}"
-            rows.append(row(solver, found, promised, record.iterations, milliseconds))
-        counter = Counter(block.branch)
+            solvers[solver] = partial(ours, accelerate, tol)
+            solved, record = ours(accelerate, tol)
+            found[solver] = solved, record.error_bound.max().item() / size, record.iterations
         for solver, inverse in peer_solvers(counter, x.shape[-1]).items():
+            solvers[solver] = partial(inverse, y)
             counter.calls = 0
-            found = inverse(y)
-            count = counter.calls
-            milliseconds = timed(lambda inverse=inverse: inverse(y), repeats)  # type: ignore[misc]
-            rows.append(row(solver, found, None, count, milliseconds))
-    return rows
-
-
-class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows defaults, and the description as it is written."""
+            found[solver] = inverse(y), None, counter.calls
+        samples = interleave(solvers, seconds=0.0, min_repetitions=1 if options.quick else 5)
+    return [
+        {
+            **{"branch": name, "solver": solver, "coeff": block.coeff, "scale": scale},
+            **{"error": (solved - x).abs().max().item() / size, "promised": promised},
+            **{"evaluations": count, "milliseconds": 1e3 * samples.median(solver)},
+        }
+        for solver, (solved, promised, count) in found.items()
+    ]
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m recipes.bench.inverse", description=__doc__)
-    parser.formatter_class = _Help
-    parser.add_argument("--out", type=Path, default=_RESULTS, help="JSON file")
-    parser.add_argument("--quick", action="store_true", help="one repetition of each, not five")
-    parser.add_argument("--batch", type=int, default=8, metavar="B", help="events")
-    parser.add_argument("--length", type=int, default=64, metavar="T", help="tokens of an event")
-    parser.add_argument("--dim", type=int, default=64, metavar="D", help="features of a token")
-    parser.add_argument("--heads", type=int, default=4, metavar="H", help="heads of attention")
-    parser.add_argument("--coeffs", type=float, nargs="+", default=[0.9], metavar="C", help="rates")
-    parser.add_argument(
-        "--scales", type=float, nargs="+", default=[1.0, 10.0], metavar="S", help="of the inputs"
-    )
-    parser.add_argument(
-        "--tols", type=float, nargs="+", default=[1e-3, 1e-6], metavar="TOL", help="tolerances of ours"
-    )
-    parser.add_argument("--threads", type=int, default=2, metavar="N", help="of torch")
-    options = parser.parse_args(argv)
-    if options.dim % options.heads:
-        parser.error(f"--dim must be a multiple of --heads, got {options.dim} and {options.heads}")
-    for coeff in options.coeffs:
-        if not 0.0 < coeff < 1.0:
-            parser.error(f"each of --coeffs must lie between 0 and 1, got {coeff}")
-    return options
+    given = parser(__doc__)
+    add = given.add_argument
+    add("--out", type=Path, default=Path("report/bench/inverse.json"), help="JSON file")
+    add("--quick", action="store_true", help="one repetition of each, not five")
+    add("--batch", type=int, default=8, metavar="B", help="events")
+    add("--length", type=int, default=64, metavar="T", help="tokens of an event")
+    add("--dim", type=int, default=64, metavar="D", help="features of a token")
+    add("--heads", type=int, default=4, metavar="H", help="heads of attention")
+    add("--coeffs", type=float, nargs="+", default=[0.9], metavar="C", help="rates")
+    add("--scales", type=float, nargs="+", default=[1.0, 10.0], metavar="S", help="of the inputs")
+    add("--tols", type=float, nargs="+", default=[1e-3, 1e-6], metavar="TOL", help="of our solver")
+    add("--threads", type=int, default=2, metavar="N", help="of torch")
+    return given.parse_args(argv)
 
 
-def measure(options: argparse.Namespace) -> list[Row]:
-    """All blocks, coefficients and scales."""
-    rows = []
+def main(argv: list[str] | None = None) -> None:
+    """Measures all blocks, coefficients and scales, prints and writes."""
+    options = arguments(argv)
+    torch.set_num_threads(options.threads)
+    rows: list[dict[str, Any]] = []
     for coeff in options.coeffs:
         torch.manual_seed(0)
         for name, block in branches(options.dim, options.heads, options.length, coeff).items():
             for scale in options.scales:
                 x = scale * torch.randn(options.batch, options.length, options.dim)
-                repeats = 1 if options.quick else 5
-                rows += rows_of(name, block.eval(), x, scale, options.tols, repeats)
-    return rows
-
-
-def show(rows: list[Row]) -> None:
-    """Prints the table."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("branch", "c", "scale", "solver", "error", "promised", "evaluations", "ms", box=None)
-    for row in rows:
-        table.add_row(
-            row.branch,
-            f"{row.coeff:g}",
-            f"{row.scale:g}",
-            row.solver,
-            f"{row.error:.1e}",
-            "-" if row.promised is None else f"{row.promised:.1e}",
-            str(row.evaluations),
-            f"{row.milliseconds:.1f}",
-        )
-    console = Console()
-    # A pipe has no width of its own, and a narrow table would cut the figures.
-    (console if console.is_terminal else Console(width=120)).print(table)
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Measures, prints and writes."""
-    options = arguments(argv)
-    torch.set_num_threads(options.threads)
-    rows = measure(options)
-    facts = environment()
-    facts |= {package: version(package) for package in ("normflows", "FrEIA")}
+                rows += rows_of(name, block.eval(), x, scale, options)
     settings = {key: value for key, value in vars(options).items() if key != "out"}
-    document = {"environment": facts, "settings": settings, "rows": [asdict(row) for row in rows]}
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(document, indent=2) + "\n")
-    show(rows)
-    print(f"written to {options.out}")
+    facts = environment("normflows", "FrEIA")
+    show([{**row, "promised": row["promised"] or "-"} for row in rows])
+    write_json(options.out, {"environment": facts, "settings": settings, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -167,7 +167,4 @@ VARIANTS = (
 
 def variant(key: str) -> Variant:
     """The variant of that key."""
-    for candidate in VARIANTS:
-        if candidate.key == key:
-            return candidate
-    raise ValueError(f"key must be one of {', '.join(v.key for v in VARIANTS)}, got {key!r}")
+    return next(candidate for candidate in VARIANTS if candidate.key == key)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from training.errors import first_line
@@ -24,16 +24,8 @@ BACKENDS = {
     "math": SDPBackend.MATH,
 }
 _FUSED = "aten::_scaled_dot_product_"
-
-
-@dataclass(frozen=True)
-class Call:
-    """Query, key and value (B, H, N, E) of a call, and its options."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    options: dict[str, Any]
+# Query, key and value (B, H, N, E) of a call, and its options.
+Call = tuple[tuple[Tensor, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -48,26 +40,6 @@ class Trial:
         if self.backward:
             return "forward, backward"
         return "no" if self.kernel is None else "forward only"
-
-
-class _Calls(TorchFunctionMode):
-    """Keeps the arguments of each call of scaled_dot_product_attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[Call] = []
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if func is F.scaled_dot_product_attention:
-            query, key, value = args
-            self.found.append(Call(query.detach(), key.detach(), value.detach(), kwargs or {}))
-        return func(*args, **(kwargs or {}))
 
 
 class _FusedKernels(TorchDispatchMode):
@@ -88,26 +60,28 @@ class _FusedKernels(TorchDispatchMode):
 
 def call_of(layer: nn.Module, x: Tensor) -> Call:
     """The one call that a layer makes for the tokens x (B, N, D)."""
-    with _Calls() as calls, torch.no_grad():
+    real = F.scaled_dot_product_attention
+    with mock.patch.object(F, "scaled_dot_product_attention", wraps=real) as spy, torch.no_grad():
         layer(x)
-    (call,) = calls.found
-    return call
+    (call,) = spy.call_args_list
+    return call.args, dict(call.kwargs)
 
 
-def attempt(call: Call, backend: str | None = None) -> Trial:
-    """Repeats a call, forward and backward, with one of BACKENDS alone or as torch chooses (None)."""
-    query, key, value = (t.clone().requires_grad_() for t in (call.query, call.key, call.value))
+def attempt(call: Call, backend: str = "chosen") -> Trial:
+    """Repeats a call, forward and backward, with one of BACKENDS alone or as torch has "chosen"."""
+    tensors, options = call
+    query, key, value = (t.clone().requires_grad_() for t in tensors)
     kernel = None
     kernels = _FusedKernels()
-    allowed = contextlib.nullcontext() if backend is None else sdpa_kernel(BACKENDS[backend])
+    allowed = sdpa_kernel(BACKENDS[backend]) if backend in BACKENDS else contextlib.nullcontext()
     with warnings.catch_warnings(record=True) as caught:
         # torch warns why it does not take a kernel.
         warnings.simplefilter("always")
         try:
             with allowed, kernels:
-                out = F.scaled_dot_product_attention(query, key, value, **call.options)
+                out = F.scaled_dot_product_attention(query, key, value, **options)
             kernel = (kernels.found or ["math"])[0]
-            if backend is not None and not kernel.startswith(backend):
+            if backend in BACKENDS and not kernel.startswith(backend):
                 # A device may know nothing of these backends.
                 return Trial(None, False, f"{kernel} ran instead")
             out.backward(torch.ones_like(out))

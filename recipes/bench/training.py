@@ -9,22 +9,17 @@ variant's, with quartiles. It takes two minutes on two CPU cores; leave the mach
 
 from __future__ import annotations
 
-import argparse
-import json
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import rich
 import torch
 import torch.nn.functional as F
 import yaml
-from rich.table import Table
 
 from lipformer.models import LanguageModel, LanguageModelConfig
-from recipes.bench.attention import environment
-from recipes.bench.timing import Samples, interleave
+from recipes.bench.timing import Samples, Step, environment, interleave
+from recipes.output import parser, show, write_json
 from training.optimisers import adamw
 
 RECIPES = Path(__file__).resolve().parents[1] / "ptb" / "small"
@@ -50,8 +45,8 @@ def training_step(
     batch: int,
     block: int,
     precision: AbstractContextManager[Any] = nullcontext(),  # noqa: B008 (it holds no state)
-) -> Callable[[Callable[[], float]], float]:
-    """A function that takes one whole training step and returns its time by the clock it is given.
+) -> Step:
+    """A function that takes one whole training step.
 
     Args:
         model: on the device to train on.
@@ -65,8 +60,7 @@ def training_step(
     model.initialize(symbols[:, :-1])
     model.train()
 
-    def step(clock: Callable[[], float]) -> float:
-        start = clock()
+    def step() -> None:
         with precision:
             logits = model(symbols[:, :-1])
             loss = F.cross_entropy(logits.flatten(0, 1), symbols[:, 1:].flatten())
@@ -74,7 +68,6 @@ def training_step(
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step()
         optimiser.zero_grad()
-        return clock() - start
 
     return step
 
@@ -85,25 +78,19 @@ def report(samples: Samples, symbols: int) -> dict[str, dict[str, float]]:
     for name in samples.seconds:
         ratio = samples.ratio(BASELINE, name)
         assert ratio is not None
-        found[name] = {
-            "characters_per_second": symbols / samples.median(name),
-            "share": ratio.median,
-            "low": ratio.low,
-            "high": ratio.high,
-        }
+        quartiles = {"share": ratio.median, "low": ratio.low, "high": ratio.high}
+        found[name] = {"characters_per_second": symbols / samples.median(name), **quartiles}
     return found
 
 
 def main(argv: list[str] | None = None) -> None:
     """Measures, prints the table and writes the JSON."""
-    parser = argparse.ArgumentParser(
-        "python -m recipes.bench.training", description="Training speed of the language models."
-    )
-    parser.add_argument("--seconds", type=float, default=120.0, help="of measuring")
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--block", type=int, default=128)
-    parser.add_argument("--out", type=Path, default=Path("report/bench/training.json"))
-    options = parser.parse_args(argv)
+    given = parser(__doc__)
+    given.add_argument("--seconds", type=float, default=120.0, help="of measuring")
+    given.add_argument("--batch", type=int, default=32, help="sequences")
+    given.add_argument("--block", type=int, default=128, help="tokens of each")
+    given.add_argument("--out", type=Path, default=Path("report/bench/training.json"), help="JSON file")
+    options = given.parse_args(argv)
     torch.manual_seed(0)
     torch.set_flush_denormal(True)
     steps = {
@@ -112,16 +99,14 @@ def main(argv: list[str] | None = None) -> None:
     }
     samples = interleave(steps, seconds=options.seconds, min_repetitions=2)
     rows = report(samples, options.batch * options.block)
-    table = Table("recipe", "characters per second", f"share of {BASELINE}'s", "quartiles")
-    for name, row in sorted(rows.items(), key=lambda item: -item[1]["share"]):
-        quartiles = f"{row['low']:.3f} to {row['high']:.3f}"
-        table.add_row(name, f"{row['characters_per_second']:,.0f}", f"{row['share']:.3f}", quartiles)
-    rich.print(table)
-    print(f"undisturbed: {samples.quiet_share():.0%} of the measurements")
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    document = {"environment": environment(), "quiet_share": samples.quiet_share(), "rows": rows}
-    options.out.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    print(f"written to {options.out}")
+    show(
+        [
+            {"recipe": name, **row}
+            for name, row in sorted(rows.items(), key=lambda item: -item[1]["share"])
+        ],
+        f"characters per second, and their share of {BASELINE}'s with quartiles",
+    )
+    write_json(options.out, {"environment": environment(), "rows": rows})
 
 
 if __name__ == "__main__":

@@ -57,24 +57,18 @@ def real_nvp(points: int, dim: int, parameters: int, layers: int = 8) -> nn.Modu
     column = torch.arange(size)
     masks = [(column % dim) % 2 == 0, column < size // 2]
 
-    def network(hidden: int) -> nn.Module:
-        return nf.nets.MLP([size, hidden, hidden, size], init_zeros=True)
-
-    def build(hidden: int) -> nn.Module:
-        flows: list[nn.Module] = []
-        for index in range(layers):
-            mask = masks[(index // 2) % 2].float()
-            mask = mask if index % 2 == 0 else 1.0 - mask
-            flows.append(nf.flows.MaskedAffineFlow(mask, network(hidden), network(hidden)))
-            flows.append(nf.flows.ActNorm(size))
-        return nf.NormalizingFlow(nf.distributions.DiagGaussian(size, trainable=False), flows)
-
     # Of a width h a network has 2 size h + h^2 + ... weights: the largest that fits.
     hidden = max(
         (h for h in range(1, 513) if layers * 2 * _weights(size, h) + 2 * size * layers <= parameters),
         default=1,
     )
-    return build(hidden)
+    flows: list[nn.Module] = []
+    for index in range(layers):
+        mask = masks[(index // 2) % 2].float()
+        nets = [nf.nets.MLP([size, hidden, hidden, size], init_zeros=True) for _ in range(2)]
+        flows.append(nf.flows.MaskedAffineFlow(mask if index % 2 == 0 else 1.0 - mask, *nets))
+        flows.append(nf.flows.ActNorm(size))
+    return nf.NormalizingFlow(nf.distributions.DiagGaussian(size, trainable=False), flows)
 
 
 def _weights(size: int, hidden: int) -> int:

@@ -8,8 +8,7 @@ than alone, which is what attention can learn and a model of single points canno
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
 import torch
@@ -81,11 +80,7 @@ def digit_points(images: Tensor, points: int, generator: Generator) -> Tensor:
     return (place - 4.0) / 2.0
 
 
-SHAPES: dict[str, Callable[[int, int, Generator], Tensor]] = {
-    "checkerboard": checkerboard,
-    "moons": moons,
-    "rings": rings,
-}
+SHAPES = {"checkerboard": checkerboard, "moons": moons, "rings": rings}
 
 
 def digit_images() -> tuple[Tensor, Tensor]:
@@ -131,7 +126,7 @@ class PointSets(L.LightningDataModule):
 
     def __init__(
         self,
-        name: str = "moons",
+        name: Literal["moons", "rings", "checkerboard", "digits"] = "moons",
         points: int = 12,
         train_sets: int = 20_000,
         held_out_sets: int = 1_000,
@@ -142,8 +137,6 @@ class PointSets(L.LightningDataModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        if name not in SHAPES and name != "digits":
-            raise ValueError(f"name must be one of {', '.join([*SHAPES, 'digits'])}, got {name!r}")
         self.name = name
         self.points = points
         self.batch_size = batch_size

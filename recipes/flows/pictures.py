@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -109,37 +110,23 @@ def inversion_errors(
     Returns:
         One solve for each tolerance, for "plain" and "Anderson".
     """
-    flow = copy.deepcopy(flow).double().eval()
+    flow, x = copy.deepcopy(flow).double().eval(), x.double()
     with lf.frozen(flow):
-        return _inversion_errors(flow, x.double(), tolerances)
-
-
-def _inversion_errors(
-    flow: AttentionFlow, x: Tensor, tolerances: tuple[float, ...]
-) -> dict[str, list[Solve]]:
-    slowest: tuple[int, InvertibleResidual, Tensor] | None = None
-    for block in flow.blocks:
-        y = block(x)
-        if isinstance(block, InvertibleResidual) and _attends(block):
-            count = block.inverse_with_record(y)[1].iterations
-            if slowest is None or count > slowest[0]:
-                slowest = count, block, x
-        x = y
-    assert slowest is not None, "a flow has attention"
-    _, block, x = slowest
-    curves: dict[str, list[Solve]] = {}
-    for name, accelerate in (("plain", False), ("Anderson", True)):
-        block.accelerate = accelerate
-        curves[name] = []
-        for tolerance in tolerances:
+        attending: list[tuple[int, InvertibleResidual, Tensor]] = []
+        for block in flow.blocks:
+            y = block(x)
+            attends = any(isinstance(part, lf.L2MultiheadAttention) for part in block.modules())
+            if isinstance(block, InvertibleResidual) and attends:
+                attending.append((block.inverse_with_record(y)[1].iterations, block, x))
+            x = y
+        _, block, x = max(attending, key=lambda found: found[0])
+        curves: dict[str, list[Solve]] = {"plain": [], "Anderson": []}
+        for name, tolerance in itertools.product(curves, tolerances):
+            block.accelerate = name == "Anderson"
             found, record = block.inverse_with_record(block(x), tol=tolerance)
             error = (found - x).abs().max().item()
             curves[name].append(Solve(record.iterations, error, record.error_bound.max().item()))
     return curves
-
-
-def _attends(block: InvertibleResidual) -> bool:
-    return any(isinstance(part, lf.L2MultiheadAttention) for part in block.modules())
 
 
 def draw_inversion(curves: dict[str, list[Solve]], path: Path) -> None:

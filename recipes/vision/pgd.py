@@ -55,8 +55,6 @@ def pgd(
         restarts: number of starts.
         generator: of the random starts, on the CPU.
     """
-    if eps < 0 or steps < 1 or restarts < 1:
-        raise ValueError(f"eps must be >= 0, steps and restarts >= 1, got {eps}, {steps} and {restarts}")
     worst, best = images, torch.full((len(images),), torch.inf, device=images.device)
     with torch.enable_grad(), lf.frozen(model):
         for start in range(restarts):

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import csv
-import math
-import time
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import ClassVar
 
-import lightning as L
 import torch
+from jsonargparse.typing import PositiveFloat, PositiveInt
 from torch import Tensor
 
 import lipformer as lf
 from lipformer.analysis import certified_radius
 from lipformer.models import VisionTransformer
+from recipes.output import markdown, write_csv
+from recipes.report import RunReport, count
 from recipes.vision.data import ImageData
 from recipes.vision.module import VisionModule
 from recipes.vision.pgd import pgd_accuracy
-from training.errors import BadInput
 
 
 @dataclass(frozen=True)
@@ -65,17 +62,15 @@ def table(
     return rows
 
 
-def markdown(rows: list[Row]) -> str:
-    """The table of the report."""
-    lines = ["| eps | clean | PGD | certified |", "|---|---|---|---|"]
+def table_text(rows: list[Row]) -> str:
+    """The table of the report; radii that are known as parts of 255 are shown as such."""
+    found = []
     for row in rows:
-        # Radii that are known as parts of 255 are shown as such.
-        parts = row.eps * 255
-        shown = (
-            f"{round(parts)}/255" if abs(parts - round(parts)) < 1e-3 and row.eps < 1 else f"{row.eps:g}"
-        )
-        lines.append(f"| {shown} | {row.clean:.1%} | {row.pgd:.1%} | {row.certified:.1%} |")
-    return "\n".join(lines)
+        known = abs(row.eps * 255 - round(row.eps * 255)) < 1e-3 and row.eps < 1
+        shown = f"{round(row.eps * 255)}/255" if known else f"{row.eps:g}"
+        accuracies = {"clean": row.clean, "PGD": row.pgd, "certified": row.certified}
+        found.append({"eps": shown, **{name: f"{part:.1%}" for name, part in accuracies.items()}})
+    return markdown(found)
 
 
 def draw(rows: list[Row], radius: Tensor, path: Path) -> None:
@@ -95,7 +90,7 @@ def draw(rows: list[Row], radius: Tensor, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-class Report(L.Callback):
+class Report(RunReport):
     """After training: certifies and attacks the model on test images and writes what came out.
 
     Args:
@@ -105,79 +100,34 @@ class Report(L.Callback):
         attack_steps: of PGD.
         attack_restarts: of PGD.
         batch_size: images certified at once.
-
-    Attributes:
-        command: the command line of the run, for the report.
     """
-
-    command: ClassVar[str] = "python -m recipes.vision fit"
 
     def __init__(
         self,
         directory: str = "report/vision",
-        eps: list[float] | None = None,
-        images: int = 1000,
-        attack_steps: int = 20,
-        attack_restarts: int = 2,
-        batch_size: int = 100,
+        eps: list[PositiveFloat] | None = None,
+        images: PositiveInt = 1000,
+        attack_steps: PositiveInt = 20,
+        attack_restarts: PositiveInt = 2,
+        batch_size: PositiveInt = 100,
     ) -> None:
-        counts = {
-            "images": images,
-            "attack_steps": attack_steps,
-            "attack_restarts": attack_restarts,
-            "batch_size": batch_size,
-        }
-        for option, count in counts.items():
-            if count < 1:
-                raise BadInput(f"--report.{option} must be at least 1, got {count}")
-        if eps is not None and not all(0.0 < reach < math.inf for reach in eps):
-            raise BadInput(f"--report.eps must be positive and finite numbers, got {eps}")
-        self.directory = Path(directory)
+        super().__init__(directory)
         self.eps = sorted(eps or [36 / 255, 72 / 255, 108 / 255, 0.5, 1.0])
         self.images, self.batch_size = images, batch_size
         self.attack_steps, self.attack_restarts = attack_steps, attack_restarts
-        self._begin = 0.0
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Starts the clock."""
-        self._begin = time.perf_counter()
-
-    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Keeps the state so far, in case the run is broken off."""
-        if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            trainer.save_checkpoint(self.directory / "last.ckpt", weights_only=False)
-
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Keeps the weights and writes the report, in the first process only."""
-        seconds = time.perf_counter() - self._begin
-        trainer.save_checkpoint(self.directory / "last.ckpt", weights_only=False)
-        if not trainer.is_global_zero:
-            return
-        assert isinstance(pl_module, VisionModule)
-        data = trainer.datamodule  # type: ignore[attr-defined]
-        assert isinstance(data, ImageData)
-        model = pl_module.model.eval()
+    def write(self, module: VisionModule, data: ImageData, updates: int, seconds: float) -> str:
+        """The model, its accuracies and the text."""
+        model = module.model
         model.save_pretrained(self.directory / "model")
-        images, labels = (part.to(pl_module.device) for part in data.images("test", self.images))
+        images, labels = (part.to(module.device) for part in data.images("test", self.images))
         with lf.frozen(model):
             radius = radii(model, images, labels, self.batch_size)
-        rows = table(
-            model,
-            images,
-            labels,
-            radius,
-            self.eps,
-            steps=self.attack_steps,
-            restarts=self.attack_restarts,
-        )
-        with open(self.directory / "accuracy.csv", "w", encoding="utf-8", newline="") as file:
-            writer = csv.DictWriter(file, [field.name for field in fields(Row)])
-            writer.writeheader()
-            writer.writerows(asdict(row) for row in rows)
+        attack = {"steps": self.attack_steps, "restarts": self.attack_restarts}
+        rows = table(model, images, labels, radius, self.eps, **attack)
+        write_csv(self.directory / "accuracy.csv", [asdict(row) for row in rows])
         draw(rows, radius, self.directory / "accuracy.png")
-        text = self.text(rows, radius, model, data, trainer.global_step, seconds)
-        (self.directory / "report.md").write_text(text, encoding="utf-8")
-        print(f"\n{text}\nwritten to {self.directory}")
+        return self.text(rows, radius, model, data, updates, seconds)
 
     def text(
         self,
@@ -189,7 +139,6 @@ class Report(L.Callback):
         seconds: float,
     ) -> str:
         """The report as Markdown."""
-        size = sum(p.numel() for p in model.parameters())
         how = "LoFAST around each image"
         if model.config.variant == "l2":
             bound = lf.certify(model.body[:-1]).bound
@@ -197,10 +146,11 @@ class Report(L.Callback):
         return (
             f"# {data.name}: a certified Vision Transformer ({model.config.variant})\n\n"
             f"    {self.command}\n\n"
-            f"{model.config.tokens} tokens, {size:,} parameters, {updates} updates in {seconds:.0f} s; "
-            f"{len(radius)} test images. Certified by {how}. eps is in the l2 norm of pixels in [0, 1]; "
+            f"{model.config.tokens} tokens, {count(model):,} parameters, {updates} updates in "
+            f"{seconds:.0f} s; {len(radius)} test images. Certified by {how}. "
+            "eps is in the l2 norm of pixels in [0, 1]; "
             f"PGD has {self.attack_steps} steps from each of {self.attack_restarts} starts.\n\n"
-            f"{markdown(rows)}\n\n"
+            f"{table_text(rows)}\n\n"
             f"Median certified radius {radius.median().item():.3f}.\n\n"
             "- `accuracy.png`, `accuracy.csv`: the table; `model/`: the model, for\n"
             "  `lipformer.models.VisionTransformer.from_pretrained`.\n"
