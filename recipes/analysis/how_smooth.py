@@ -36,6 +36,7 @@ from torch import Tensor
 
 from lipformer.analysis import GainRow, GainTable, adversarial_tokens, layer_gains, probe_attention
 from lipformer.certificate import estimate_lipschitz
+from lipformer.models._pretrained import atomic_write
 from recipes.analysis.help import Help, claim_directory, positive
 from training.corpus import embedded_text
 from training.errors import first_line
@@ -244,9 +245,8 @@ def main(given: list[str] | None = None) -> int:
     table.to_csv(options.out / "gains.csv")
     table.plot(options.out / "gains.png", title=f"attention of {name(options)}")
     text = summary(table, options)
-    part = options.out / "summary.md.part"
-    part.write_text(text, encoding="utf-8")
-    part.replace(options.out / "summary.md")
+    with atomic_write(options.out / "summary.md") as part:
+        part.write_text(text, encoding="utf-8")
     # Rows of Markdown stay whole at any width.
     Console().print(text, markup=False, soft_wrap=True)
     return 0

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,6 +28,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from lipformer.analysis import AttentionMaps, attention_maps, lofast_bound
+from lipformer.models._pretrained import atomic_write
 from recipes.analysis.help import Help, claim_directory, positive
 
 matplotlib.use("Agg")
@@ -165,20 +165,17 @@ def draw(rows: list[Row], path: Path) -> None:
         axis.set_ylabel("movement / eps")
         axis.legend()
     figure.tight_layout()
-    temporary = path.with_name(f".{path.name}")
-    figure.savefig(temporary, dpi=120, format="png")
-    os.replace(temporary, path)
+    with atomic_write(path) as part:
+        figure.savefig(part, dpi=120)
     plt.close(figure)
 
 
 def write(rows: list[Row], path: Path) -> None:
     """The table as CSV."""
-    temporary = path.with_name(f".{path.name}")
-    with temporary.open("w", newline="") as file:
+    with atomic_write(path) as part, part.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
         writer.writerows(rows)
-    os.replace(temporary, path)
 
 
 def main(arguments: list[str] | None = None) -> None:

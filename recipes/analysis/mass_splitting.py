@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import os
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -36,6 +35,7 @@ from torch import Tensor, nn
 
 import lipformer as lf
 from lipformer.analysis import AttentionMaps, measure_gain, split_attack, split_gain
+from lipformer.models._pretrained import atomic_write
 from recipes.analysis.help import Help, claim_directory, positive
 
 matplotlib.use("Agg")
@@ -140,20 +140,17 @@ def draw_picture(rows: list[Row], path: Path) -> None:
     right.plot([], [], "k:", label="random, every radius")
     right.set(xlabel="tokens", ylabel="split / unsplit gain, largest", title="Dot-product attention")
     right.legend(fontsize=8)
-    temporary = path.with_suffix(".partial.png")
-    figure.savefig(temporary, dpi=120)
+    with atomic_write(path) as part:
+        figure.savefig(part, dpi=120)
     plt.close(figure)
-    os.replace(temporary, path)
 
 
 def write_table(rows: list[Row], path: Path) -> None:
     """All rows as CSV."""
-    temporary = path.with_suffix(".partial")
-    with temporary.open("w", newline="", encoding="utf-8") as file:
+    with atomic_write(path) as part, part.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(Row._fields)
         writer.writerows(rows)
-    os.replace(temporary, path)
 
 
 def added(row: Row) -> float:

