@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import csv
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from lipformer.models.saved_model import atomic_write
 from training.errors import BadInput
 
 Rows = Sequence[Mapping[str, Any]]
@@ -64,21 +64,10 @@ def exit_code(work: Callable[[], object]) -> int:
     return 0
 
 
-@contextlib.contextmanager
-def whole(path: Path) -> Iterator[Path]:
-    """Where to write a file: beside its place, which it takes when it is complete."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".part.{path.name}")
-    try:
-        yield part
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
-
-
 def write_text(path: Path, text: str) -> None:
     """A text file."""
-    with whole(path) as part:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(path) as part:
         part.write_text(text, encoding="utf-8")
 
 
@@ -90,7 +79,8 @@ def write_json(path: Path, document: Any) -> None:
 
 def write_csv(path: Path, rows: Rows) -> None:
     """A table as CSV."""
-    with whole(path) as part, part.open("w", newline="", encoding="utf-8") as file:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(path) as part, part.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)

@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
         if command in ("fit", "validate", "test"):
             from training import cli
 
-            cli.run(arguments)
+            cli.run(given)
             return 0
         raise BadInput(
             f"unknown command {command!r}; commands are fit, validate, test, certify, sample, export"

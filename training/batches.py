@@ -105,7 +105,7 @@ class TrainingBatches:
                 )
 
 
-class JudgingBatches:
+class EvaluationBatches:
     """Every window once, in order of length; all processes get equally many batches.
 
     What is missing is filled up with empty windows, which count for nothing.

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import get_args
 
 import torch
+from jsonargparse.typing import NonNegativeFloat, PositiveInt
 
 import lipformer as lf
 from training.checkpoints import load_model
 from training.corpus import decode, encode
 from training.errors import BadInput
-from training.monitors import attacked_estimate
+from training.monitors import Norm, attacked_estimate
 
 
 def certify(arguments: list[str]) -> int:
     """Prints the certificate and what an attack reaches; 1 if the variant has no certificate."""
     parser = _parser("certify", "Print the certificate table and an attacked lower estimate.")
-    parser.add_argument("--norm", default="l2", choices=("l2", "token", "self", "linf"))
-    parser.add_argument("--seq-len", type=_positive, help="tokens, where the bound depends on them")
-    parser.add_argument("--length", type=_positive, default=32, help="tokens of the attacked sequence")
-    parser.add_argument("--steps", type=_positive, default=20, help="of the attack")
-    parser.add_argument("--restarts", type=_positive, default=8, help="of the attack")
-    parser.add_argument("--seed", type=_seed, default=0)
+    parser.add_argument("--norm", default="l2", choices=get_args(Norm))
+    parser.add_argument("--seq-len", type=PositiveInt, help="tokens, where the bound depends on them")
+    parser.add_argument("--length", type=PositiveInt, default=32, help="tokens of the attacked sequence")
+    parser.add_argument("--steps", type=PositiveInt, default=20, help="of the attack")
+    parser.add_argument("--restarts", type=PositiveInt, default=8, help="of the attack")
+    parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     model = load_model(options.checkpoint)
     config = model.config
@@ -45,10 +47,12 @@ def sample(arguments: list[str]) -> int:
     """Continues a text."""
     parser = _parser("sample", "Let a model continue a text.")
     parser.add_argument("--prompt", default="\n", help="what it continues (default: a new line)")
-    parser.add_argument("--max-new", type=_positive, default=400, help="characters to write")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest")
-    parser.add_argument("--top-k", type=_positive, help="draw among the k likeliest only")
-    parser.add_argument("--seed", type=_seed, default=0)
+    parser.add_argument("--max-new", type=PositiveInt, default=400, help="characters to write")
+    parser.add_argument(
+        "--temperature", type=NonNegativeFloat, default=0.8, help="0 takes the likeliest"
+    )
+    parser.add_argument("--top-k", type=PositiveInt, help="draw among the k likeliest only")
+    parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     model = load_model(options.checkpoint)
     vocabulary = model.config.vocabulary
@@ -75,8 +79,6 @@ def export(arguments: list[str]) -> int:
     parser.add_argument("--force", action="store_true", help="overwrite a model in the directory")
     options = parser.parse_args(arguments)
     folder = Path(options.directory)
-    if folder.exists() and not folder.is_dir():
-        raise BadInput(f"a model is saved in a directory, got the file {options.directory!r}")
     if folder.is_dir() and any(folder.iterdir()) and not options.force:
         raise BadInput(f"{options.directory!r} is not empty; --force overwrites a model in it")
     model = load_model(options.checkpoint)
@@ -92,17 +94,3 @@ def _parser(name: str, description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(f"python -m training {name}", description=description)
     parser.add_argument("checkpoint", metavar="CKPT", help="a checkpoint, or a saved model's directory")
     return parser
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
-    return number
-
-
-def _seed(text: str) -> int:
-    number = int(text)
-    if not -(2**63) <= number < 2**63:
-        raise argparse.ArgumentTypeError(f"must be an integer of 64 bits, got {text}")
-    return number

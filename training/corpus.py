@@ -19,8 +19,6 @@ from torch import Tensor
 from training.errors import BadInput, first_line
 
 SPLITS = ("train", "valid", "test")
-SOURCES = ("pydoc", "dir", "hub")
-CONVERSIONS = ("plain", "ptb")
 PTB = "ptb-text-only/ptb_text_only"
 # `datasets` runs no loading scripts; the hub keeps this dataset's tables under a revision of its own.
 REVISIONS = {PTB: "refs/convert/parquet"}
@@ -35,8 +33,8 @@ def embedded_text() -> str:
 
 
 def from_pydoc() -> datasets.DatasetDict:
-    """The documentation that comes with Python, 90% to train on, 5% and 5% to judge by."""
-    return shared_out(embedded_text().splitlines())
+    """The documentation that comes with Python, 90% to train on, 5% to validate and 5% to test."""
+    return split_lines(embedded_text().splitlines())
 
 
 def from_dir(path: str) -> datasets.DatasetDict:
@@ -66,7 +64,7 @@ def from_dir(path: str) -> datasets.DatasetDict:
     for file in every:
         _check_text(Path(file))
     rows = read("text", data_files={"train": [glob.escape(file) for file in every]})
-    return shared_out(rows["train"]["text"])
+    return split_lines(rows["train"]["text"])
 
 
 def from_hub(name: str | None, revision: str | None = None, config: str | None = None) -> Any:
@@ -88,7 +86,7 @@ def from_hub(name: str | None, revision: str | None = None, config: str | None =
     if "train" not in splits:
         raise BadInput(f"the dataset {name!r} has no split to train on, only {', '.join(found)}")
     if "valid" not in splits:
-        return shared_out(splits["train"]["text"])
+        return split_lines(splits["train"]["text"])
     return datasets.DatasetDict(splits)
 
 
@@ -103,7 +101,7 @@ def read(path: str, name: str | None = None, **options: Any) -> datasets.Dataset
             datasets.enable_progress_bars()
 
 
-def shared_out(lines: Iterable[str]) -> datasets.DatasetDict:
+def split_lines(lines: Iterable[str]) -> datasets.DatasetDict:
     """Lines in three parts by order: 90%, 5% and 5%."""
     rows = list(lines)
     first, second = len(rows) * 18 // 20, len(rows) * 19 // 20

@@ -5,17 +5,18 @@ from __future__ import annotations
 import hashlib
 import os
 from functools import cached_property
+from typing import Literal
 
 import lightning as L
 import torch
 from torch import Tensor
 
 from training import corpus
-from training.batches import JudgingBatches, TrainingBatches, for_gpu
+from training.batches import EvaluationBatches, TrainingBatches, for_gpu
 from training.errors import BadInput
 from training.windows import Batch, Windows, sentences, stream, whole_stream
 
-PACKINGS = ("stream", "sentences")
+_NEEDED = {"fit": ("train", "valid"), "validate": ("valid",), "test": ("test",)}
 
 
 def run_seed() -> int:
@@ -50,26 +51,24 @@ class CharacterData(L.LightningDataModule):
 
     def __init__(
         self,
-        source: str = "pydoc",
+        source: Literal["pydoc", "dir", "hub"] = "pydoc",
         path: str | None = None,
         name: str | None = None,
         config: str | None = None,
         revision: str | None = None,
-        characters: str = "plain",
-        packing: str = "stream",
+        characters: Literal["plain", "ptb"] = "plain",
+        packing: Literal["stream", "sentences"] = "stream",
         block: int = 128,
         batch_size: int = 32,
         vocabulary: str | None = None,
     ) -> None:
         super().__init__()
-        _one_of("source", source, corpus.SOURCES)
-        _one_of("characters", characters, corpus.CONVERSIONS)
-        _one_of("packing", packing, PACKINGS)
         if source == "dir" and path is None:
             raise BadInput("--data.source dir needs --data.path, a directory with text files")
-        for option, value in (("block", block), ("batch_size", batch_size)):
-            if value < 1:
-                raise BadInput(f"--data.{option} must be at least 1, got {value}")
+        if min(block, batch_size) < 1:
+            raise BadInput(
+                f"--data.block and --data.batch_size must be positive, got {block}, {batch_size}"
+            )
         self.source, self.path, self.name = source, path, name
         self.config, self.revision, self.characters = config, revision, characters
         self.packing, self.block, self.batch_size = packing, block, batch_size
@@ -82,8 +81,8 @@ class CharacterData(L.LightningDataModule):
 
     def setup(self, stage: str | None = None) -> None:
         """Reads the corpus, and checks it before anything is built on it."""
-        for split in corpus.SPLITS:
-            self.check_split(split, needed=split in _needed(stage))
+        for split in _NEEDED[stage or "fit"]:
+            self.check_split(split)
 
     @cached_property
     def texts(self) -> dict[str, str]:
@@ -116,10 +115,8 @@ class CharacterData(L.LightningDataModule):
             for split, text in self.texts.items()
         }
 
-    def check_split(self, split: str, needed: bool) -> None:
-        """Raises BadInput where a split that is needed has nothing, or is too short for a block."""
-        if not needed:
-            return
+    def check_split(self, split: str) -> None:
+        """Raises BadInput where a split has nothing, or is too short for a block."""
         text = self.texts.get(split, "")
         if not text.strip():
             raise BadInput(f"the {split} text of {self.described} is empty")
@@ -156,7 +153,7 @@ class CharacterData(L.LightningDataModule):
         index = torch.arange(count * length, device=codes.device).reshape(count, length)
         return codes[index % len(codes)]
 
-    def judged_tokens(self, length: int) -> Tensor:
+    def validation_tokens(self, length: int) -> Tensor:
         """The beginning of the validation text, (1, at most length)."""
         return self.codes["valid"][None, :length]
 
@@ -179,13 +176,13 @@ class CharacterData(L.LightningDataModule):
             )
         return batches
 
-    def val_dataloader(self) -> JudgingBatches:
+    def val_dataloader(self) -> EvaluationBatches:
         """All of the validation text."""
-        return JudgingBatches(self.windows("valid"), self.batch_size, *self._process())
+        return EvaluationBatches(self.windows("valid"), self.batch_size, *self._process())
 
-    def test_dataloader(self) -> JudgingBatches:
+    def test_dataloader(self) -> EvaluationBatches:
         """All of the test text."""
-        return JudgingBatches(self.windows("test"), self.batch_size, *self._process())
+        return EvaluationBatches(self.windows("test"), self.batch_size, *self._process())
 
     def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Puts a batch for a GPU into pinned memory, whose copy the host does not wait for."""
@@ -204,12 +201,3 @@ class CharacterData(L.LightningDataModule):
 
     def _digest(self, split: str) -> str:
         return hashlib.sha256(self.codes[split].numpy().tobytes()).hexdigest()[:16]
-
-
-def _needed(stage: str | None) -> tuple[str, ...]:
-    return {"fit": ("train", "valid"), "validate": ("valid",), "test": ("test",)}.get(stage or "fit", ())
-
-
-def _one_of(option: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise BadInput(f"--data.{option} must be one of {', '.join(allowed)}, got {value!r}")

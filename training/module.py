@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import warnings
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
 import torch
@@ -24,34 +25,19 @@ from training.optimisers import adamw
 from training.sharding import shard
 from training.windows import IGNORED, Batch
 
+# What is trained if nothing is said.
+VARIANT = "invertible"
 # Windows that ActNorm takes its scales from.
 _CALIBRATION = 32
 
 
 class LanguageModule(L.LightningModule):
-    """A character model and how it is trained, judged in nats and bits per character.
+    """A character model and how it is trained, evaluated in nats and bits per character.
 
     Args:
-        variant: dot_product, l2_untied, l2, contractive, lipschitz or invertible.
-        dim: D, the width of a token.
-        num_heads: H, a divisor of D.
-        num_layers: blocks of attention and feed-forward.
-        hidden: width inside the feed-forward part, default 4 D.
-        max_len: the largest number of tokens, default the data's block; ALiBi takes any number.
-        dropout: of attention weights and hidden features.
-        positions: alibi, rotary, sinusoidal or none; default the variant's best.
-        slopes: ALiBi slopes, one per head; default the variant's best.
-        token_shift: half of the features that attention sees come from the token before; default the
-            variant's best.
-        query_scale: what the initial W_Q is multiplied by, default 1.
-        value_proj: tied L2 attention in the paper's form (true) or in the lean form (false).
-        norm_place: pre, post or none.
-        coeff: bound of each contractive branch.
-        norm: in which branches contract: self, l2, token or linf.
-        bound: kim2021 for the published scaling (contractive only).
-        head_coeff: bound of the last linear map (lipschitz only).
-        pretrained: directory of a saved model to start from; its own config is used, and options above
-            must not be given.
+        config: the model; vocab_size and vocabulary are the data's, whatever is given.
+        pretrained: directory of a saved model to start from; its own config is used, and no option of
+            config may be given.
         lr: learning rate: the largest one (cosine, constant), or the factor g (paper).
         schedule: cosine, constant, or paper: lr / sqrt(D) min(t^-1/2, t warmup^-3/2).
         warmup: steps of rising rates.
@@ -65,26 +51,10 @@ class LanguageModule(L.LightningModule):
 
     def __init__(
         self,
-        variant: str = "invertible",
-        dim: int | None = None,
-        num_heads: int | None = None,
-        num_layers: int | None = None,
-        hidden: int | None = None,
-        max_len: int | None = None,
-        dropout: float | None = None,
-        positions: str | None = None,
-        slopes: list[float] | None = None,
-        token_shift: bool | None = None,
-        query_scale: float | None = None,
-        value_proj: bool | None = None,
-        norm_place: str | None = None,
-        coeff: float | None = None,
-        norm: str | None = None,
-        bound: str | None = None,
-        head_coeff: float | None = None,
+        config: LanguageModelConfig,
         pretrained: str | None = None,
         lr: float = 3e-3,
-        schedule: str = "cosine",
+        schedule: Literal["cosine", "paper", "constant"] = "cosine",
         warmup: int = 100,
         final_lr: float = 0.1,
         weight_decay: float = 0.01,
@@ -92,45 +62,10 @@ class LanguageModule(L.LightningModule):
         compile: bool = False,
     ) -> None:
         super().__init__()
-        if schedule not in schedules.SCHEDULES:
-            raise BadInput(
-                f"--model.schedule must be one of {', '.join(schedules.SCHEDULES)}, got {schedule!r}"
-            )
-        if not (0.0 < lr < math.inf):
-            raise BadInput(f"--model.lr must be positive and finite, got {lr}")
-        if not (0.0 <= weight_decay < math.inf):
-            raise BadInput(f"--model.weight_decay must be finite and not negative, got {weight_decay}")
-        if not all(0.0 <= beta < 1.0 for beta in betas):
-            raise BadInput(f"--model.betas must lie in [0, 1), got {betas}")
-        if warmup < 0:
-            raise BadInput(f"--model.warmup must be at least 0, got {warmup}")
-        if not (0.0 <= final_lr <= 1.0):
-            raise BadInput(f"--model.final_lr must lie in [0, 1], got {final_lr}")
-        shape = {
-            "dim": dim,
-            "num_heads": num_heads,
-            "num_layers": num_layers,
-            "hidden": hidden,
-            "max_len": max_len,
-            "dropout": dropout,
-            "positions": positions,
-            "slopes": None if slopes is None else tuple(slopes),
-            "token_shift": token_shift,
-            "query_scale": query_scale,
-            "value_proj": value_proj,
-            "norm_place": norm_place,
-            "coeff": coeff,
-            "norm": norm,
-            "bound": bound,
-            "head_coeff": head_coeff,
-        }
-        self.shape = {name: value for name, value in shape.items() if value is not None}
-        if pretrained is not None and self.shape:
-            raise BadInput(
-                f"--model.pretrained brings its own {', '.join(self.shape)}: leave them out, got "
-                f"{self.shape}"
-            )
-        self.variant, self.pretrained = variant, pretrained
+        sizes = {name: getattr(config, name) for name in ("vocab_size", "vocabulary", "max_len")}
+        if pretrained is not None and config != LanguageModelConfig(VARIANT, **sizes):
+            raise BadInput(f"--model.pretrained brings its own config: leave yours out, got {config}")
+        self.config, self.pretrained = config, pretrained
         self.lr, self.schedule, self.warmup, self.final_lr = lr, schedule, warmup, final_lr
         self.weight_decay, self.betas, self.compiled = weight_decay, betas, compile
         self._sums: Tensor | None = None
@@ -138,10 +73,7 @@ class LanguageModule(L.LightningModule):
     @property
     def data(self) -> CharacterData:
         """The Trainer's data module."""
-        data = self.trainer.datamodule  # type: ignore[attr-defined]
-        if not isinstance(data, CharacterData):
-            raise BadInput(f"LanguageModule trains on CharacterData, got {type(data).__name__}")
-        return data
+        return self.trainer.datamodule  # type: ignore[attr-defined]
 
     def configure_model(self) -> None:
         """Builds the model for the data's vocabulary, before any checkpoint is loaded."""
@@ -164,26 +96,11 @@ class LanguageModule(L.LightningModule):
         return self.trainer.strategy
 
     def _built(self) -> LanguageModel:
-        vocabulary = self.data.vocabulary
-        shape = {"max_len": self.data.block, **self.shape}
+        symbols = self.data.vocabulary
         try:
-            config = LanguageModelConfig(
-                self.variant,
-                len(vocabulary),
-                vocabulary=vocabulary,
-                **shape,  # type: ignore[arg-type]
-            )
-        except ValueError as error:
-            raise BadInput(f"--model: {error}") from error
-        if not config.any_length and config.max_len < self.data.block:
-            raise BadInput(
-                f"--model.max_len must be at least the block of {self.data.block} with these positions, "
-                f"got {config.max_len}"
-            )
-        try:
-            return LanguageModel(config)
+            return LanguageModel(replace(self.config, vocab_size=len(symbols), vocabulary=symbols))
         except (ValueError, NotCertifiable) as error:
-            raise BadInput(f"--model: {error}") from error
+            raise BadInput(f"--model.config: {error}") from error
 
     def _loaded(self) -> LanguageModel:
         assert self.pretrained is not None
@@ -231,39 +148,29 @@ class LanguageModule(L.LightningModule):
         self.log("train/bits", loss.detach() / math.log(2.0), sync_dist=True)
         return loss
 
-    def on_validation_epoch_start(self) -> None:
-        """Begins to count."""
-        self._sums = None
-
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Adds up the nats of the validation text."""
-        self._judge(batch)
+        wide = torch.float32 if self.device.type == "mps" else torch.float64
+        found = torch.stack([self.nats(batch).to(wide), batch.symbols.to(wide)])
+        self._sums = found if self._sums is None else self._sums + found
 
     def on_validation_epoch_end(self) -> None:
         """Nats and bits per character of the validation text."""
         self._log_mean("val")
 
-    def on_test_epoch_start(self) -> None:
-        """Begins to count."""
-        self._sums = None
-
     def test_step(self, batch: Batch, batch_idx: int) -> None:
         """Adds up the nats of the test text."""
-        self._judge(batch)
+        self.validation_step(batch, batch_idx)
 
     def on_test_epoch_end(self) -> None:
         """Nats and bits per character of the test text."""
         self._log_mean("test")
 
-    def _judge(self, batch: Batch) -> None:
-        wide = torch.float32 if self.device.type == "mps" else torch.float64
-        found = torch.stack([self.nats(batch).to(wide), batch.symbols.to(wide)])
-        self._sums = found if self._sums is None else self._sums + found
-
     def _log_mean(self, stage: str) -> None:
         """The mean over all symbols of all processes (Lightning's own rounds the number of symbols)."""
         assert self._sums is not None
         total, count = self._strategy.reduce(self._sums, reduce_op="sum")
+        self._sums = None
         nats = (total / count).float()
         self.log(f"{stage}/nats", nats, prog_bar=True, sync_dist=True)
         self.log(f"{stage}/bits", nats / math.log(2.0), prog_bar=True, sync_dist=True)
@@ -302,14 +209,7 @@ class LanguageModule(L.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuses the checkpoint of another model before any weight is loaded."""
-        found = checkpoint.get("lipformer", {}).get("config")
-        if found is None:
-            raise BadInput("the checkpoint is not one of a lipformer language model")
-        try:  # entries that are missing, as in older checkpoints, have their default
-            theirs = LanguageModelConfig.from_dict(found).to_dict()
-        except ValueError as error:
-            raise BadInput(f"the checkpoint's model cannot be built: {error}") from error
-        ours = self.model.config.to_dict()
+        theirs, ours = checkpoint["lipformer"]["config"], self.model.config.to_dict()
         wrong = [name for name in ours if theirs.get(name) != ours[name]]
         if wrong:
             told = "; ".join(f"its {name} is {theirs.get(name)!r}, not {ours[name]!r}" for name in wrong)

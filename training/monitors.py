@@ -6,11 +6,12 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
 import rich
 import torch
+from jsonargparse.typing import NonNegativeFloat, PositiveInt
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
@@ -22,6 +23,8 @@ from training.corpus import decode, encode
 from training.errors import BadInput
 from training.module import LanguageModule
 from training.sharding import whole_model
+
+Norm = Literal["l2", "token", "self", "linf"]
 
 
 @contextmanager
@@ -61,12 +64,6 @@ def attacked_estimate(
     return found.value
 
 
-def _at_least_one(callback: str, **counts: int) -> None:
-    for name, count in counts.items():
-        if count < 1:
-            raise BadInput(f"--{callback}.{name} must be at least 1, got {count}")
-
-
 class CertificateMonitor(L.Callback):
     """Logs the certified constant beside an attacked lower estimate: the truth lies between them.
 
@@ -83,14 +80,11 @@ class CertificateMonitor(L.Callback):
     def __init__(
         self,
         enabled: bool = True,
-        norm: str = "l2",
-        length: int = 24,
-        steps: int = 4,
-        restarts: int = 4,
+        norm: Norm = "l2",
+        length: PositiveInt = 24,
+        steps: PositiveInt = 4,
+        restarts: PositiveInt = 4,
     ) -> None:
-        _at_least_one("certificate", length=length, steps=steps, restarts=restarts)
-        if norm not in ("l2", "token", "self", "linf"):
-            raise BadInput(f"--certificate.norm must be l2, token, self or linf, got {norm!r}")
         self.enabled, self.norm = enabled, norm
         self.length, self.steps, self.restarts = length, steps, restarts
 
@@ -99,7 +93,7 @@ class CertificateMonitor(L.Callback):
         if not self.enabled or trainer.sanity_checking:
             return
         assert isinstance(pl_module, LanguageModule)
-        tokens = pl_module.data.judged_tokens(self.length)
+        tokens = pl_module.data.validation_tokens(self.length)
         with measured(pl_module) as model:
             # Moved here: a copy that is made in inference mode cannot be attacked.
             tokens = tokens.to(pl_module.device)
@@ -118,8 +112,7 @@ class InversionMonitor(L.Callback):
         length: tokens of validation text.
     """
 
-    def __init__(self, enabled: bool = True, length: int = 128) -> None:
-        _at_least_one("inversion", length=length)
+    def __init__(self, enabled: bool = True, length: PositiveInt = 128) -> None:
         self.enabled, self.length = enabled, length
 
     @torch.no_grad()
@@ -129,7 +122,7 @@ class InversionMonitor(L.Callback):
         invertible = pl_module.model.config.variant == "invertible"
         if not self.enabled or trainer.sanity_checking or not invertible:
             return
-        tokens = pl_module.data.judged_tokens(min(self.length, pl_module.model.config.max_len))
+        tokens = pl_module.data.validation_tokens(min(self.length, pl_module.model.config.max_len))
         with measured(pl_module) as model:
             error = inversion_error(model, tokens.to(pl_module.device))
         pl_module.log("inversion/error", error, sync_dist=True)
@@ -160,48 +153,40 @@ class TextSample(L.Callback):
         self,
         enabled: bool = True,
         prompt: str | None = None,
-        length: int = 200,
-        temperature: float = 0.8,
-        top_k: int | None = None,
+        length: PositiveInt = 200,
+        temperature: NonNegativeFloat = 0.8,
+        top_k: PositiveInt | None = None,
     ) -> None:
-        _at_least_one("text", length=length)
         self.enabled, self.prompt, self.length = enabled, prompt, length
         self.temperature, self.top_k = temperature, top_k
         self.text = ""
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Refuses what it could not write with, before the model is trained."""
-        self._check(pl_module)
-
-    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Refuses it in a validation without training, too."""
-        self._check(pl_module)
-
-    def _check(self, pl_module: L.LightningModule) -> None:
         assert isinstance(pl_module, LanguageModule)
-        if not self.enabled:
-            return
-        try:
-            check_sampling(self.temperature, self.top_k, pl_module.model.config.vocab_size)
-        except ValueError as error:
-            raise BadInput(f"--text.{error}") from error
-        if self.prompt is not None:
-            if not self.prompt:
-                raise BadInput("--text.prompt must have at least one character, got ''")
-            encode(self.prompt, str(pl_module.model.config.vocabulary), "--text.prompt")
+        if self.enabled:
+            self._prompt(pl_module)
+            try:
+                check_sampling(self.temperature, self.top_k, pl_module.model.config.vocab_size)
+            except ValueError as error:
+                raise BadInput(f"--text.{error}") from error
+
+    def _prompt(self, module: LanguageModule) -> Tensor:
+        """Tokens to continue, (1, N)."""
+        config = module.model.config
+        if self.prompt is None:
+            return module.data.validation_tokens(min(32, config.max_len // 2))
+        if not self.prompt:
+            raise BadInput("--text.prompt must have at least one character, got ''")
+        return encode(self.prompt, str(config.vocabulary), "--text.prompt")[None]
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Writes with a generator of its own: training draws the same numbers with and without."""
         if not self.enabled or trainer.sanity_checking:
             return
         assert isinstance(pl_module, LanguageModule)
-        limit = pl_module.model.config.max_len // 2
+        prompt = self._prompt(pl_module)
         with measured(pl_module) as model:
-            vocabulary = str(model.config.vocabulary)
-            if self.prompt is None:
-                prompt = pl_module.data.judged_tokens(min(32, limit))
-            else:
-                prompt = encode(self.prompt, vocabulary, "--text.prompt")[None]
             room = self.length if model.config.any_length else model.config.max_len - prompt.shape[1]
             tokens = model.generate(
                 prompt.to(pl_module.device),
@@ -210,7 +195,7 @@ class TextSample(L.Callback):
                 self.top_k,
                 torch.Generator(pl_module.device).manual_seed(0),
             )
-        self.text = decode(tokens[0], vocabulary)
+        self.text = decode(tokens[0], str(model.config.vocabulary))
         if not trainer.is_global_zero:
             return
         for logger in trainer.loggers:

@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 
@@ -23,11 +23,11 @@ def checkpoint_callbacks(every: int) -> list[L.Callback]:
     best = ModelCheckpoint(
         filename="best", monitor="val/nats", save_top_k=1, enable_version_counter=False
     )
-    return [last, best, Safety()]
+    return [last, best, SaveOnExit()]
 
 
 @contextmanager
-def terminated_is_told() -> Iterator[None]:
+def exit_on_sigterm() -> Iterator[None]:
     """Ends the process with 128 + 15 after SIGTERM, as shells and schedulers expect.
 
     What Lightning raises then would end it with 0, like a run that is complete.
@@ -38,28 +38,27 @@ def terminated_is_told() -> Iterator[None]:
         raise SystemExit(128 + signal.SIGTERM) from end
 
 
-class Safety(L.Callback):
-    """Saves a checkpoint when training ends, by itself, by Ctrl-C or by an exception.
+class SaveOnExit(Checkpoint):
+    """Saves a checkpoint when training ends, by itself, by Ctrl-C, by SIGTERM or by an exception.
 
     Ctrl-C waits for the end of the step, so that weights and optimiser are never half updated and all
     counters are those of a regular checkpoint; a second one does not wait. With several processes an
     exception of one of them leaves the last regular checkpoint: the others are not there to save with.
+
+    Being a `Checkpoint`, it is called after all other callbacks, so that what they count or save of a
+    step is done before it stops.
     """
 
     def __init__(self) -> None:
         self._asked = False
         self._before: Any = None
         self._training = False
-
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Becomes the last callback: what the others count or save of a step is done before it stops."""
-        others = [callback for callback in trainer.callbacks if callback is not self]  # type: ignore[attr-defined]
-        trainer.callbacks = [*others, self]  # type: ignore[attr-defined]
+        self._step = 0
+        self._loop: dict[str, Any] = {}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Takes over Ctrl-C."""
-        self._training = True
-        self._asked = False
+        self._training, self._step = True, trainer.global_step
         if threading.current_thread() is threading.main_thread():
             self._before = signal.signal(signal.SIGINT, self._interrupt)
 
@@ -75,8 +74,10 @@ class Safety(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Where regular checkpoints are written, too; gradients that are being summed up are in none."""
-        if not trainer.fit_loop.epoch_loop._should_accumulate():
+        """Stops here if asked to, as regular checkpoints are written here, and only between updates."""
+        self._loop = trainer.fit_loop.state_dict()
+        updated, self._step = trainer.global_step > self._step, trainer.global_step
+        if updated:
             self._stop_if_asked()
 
     def on_validation_batch_start(
@@ -90,12 +91,18 @@ class Safety(L.Callback):
         """A long validation need not be waited for."""
         self._stop_if_asked()
 
+    def on_save_checkpoint(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Leaves out a batch that was begun and not learnt from: a resumed run begins it again."""
+        batches = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]
+        if self._loop and batches["ready"] > batches["processed"]:
+            checkpoint["loops"]["fit_loop"] = self._loop
+
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Saves the final state as ``last.ckpt``."""
         self._release()
-        folder = self._folder(trainer)
-        if folder is not None:
-            trainer.save_checkpoint(folder / "last.ckpt", weights_only=False)
+        trainer.save_checkpoint(self._folder(trainer) / "last.ckpt", weights_only=False)
 
     def on_exception(
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
@@ -104,57 +111,31 @@ class Safety(L.Callback):
         if not self._training:
             return
         self._release()
-        folder = self._folder(trainer)
-        if folder is None:
-            return
-        path = folder / "interrupted.ckpt"
+        path = self._folder(trainer) / "last.ckpt"
         if trainer.world_size == 1:
-            _forget_begun_batch(trainer)
+            path = path.with_name("interrupted.ckpt")
             trainer.save_checkpoint(path, weights_only=False)
-        else:
-            path = folder / "last.ckpt"
         if trainer.is_global_zero and path.is_file():
-            what = _reason(exception)
             print(
-                f"\n{what} at step {trainer.global_step}; go on with the same command and "
+                f"\n{_reason(exception)} at step {trainer.global_step}; go on with the same command and "
                 f"--ckpt_path {path}",
                 flush=True,
             )
 
     def _release(self) -> None:
-        self._training = False
+        self._training = self._asked = False
         if self._before is not None:
             signal.signal(signal.SIGINT, self._before)
             self._before = None
 
     @staticmethod
-    def _folder(trainer: L.Trainer) -> Path | None:
-        """Where the run's checkpoints are; None if it keeps none."""
-        folder = trainer.checkpoint_callback.dirpath if trainer.checkpoint_callbacks else None  # type: ignore[union-attr]
-        return None if folder is None else Path(folder)
+    def _folder(trainer: L.Trainer) -> Path:
+        """Where the run's checkpoints are."""
+        assert isinstance(trainer.checkpoint_callback, ModelCheckpoint)
+        return Path(str(trainer.checkpoint_callback.dirpath))
 
 
 def _reason(exception: BaseException) -> str:
     if isinstance(exception, KeyboardInterrupt):
         return "interrupted"
     return "terminated" if isinstance(exception, SIGTERMException) else "stopped by an error"
-
-
-def _forget_begun_batch(trainer: L.Trainer) -> None:
-    """Sets the counters of a batch that an error ended before its update back to the batch before.
-
-    Lightning counts a batch as ready before it is learnt from. Saved like that, a resumed run would log
-    and validate one step early. The counters become those of the end of the last whole batch, where
-    regular checkpoints are saved and from where Lightning goes on rightly. The first batch of an epoch
-    has none before it: the resumed run then learns the same, with step numbers that may be off by one.
-    """
-    loop = trainer.fit_loop.epoch_loop
-    done = loop.batch_progress.current.completed
-    processed = vars(loop.batch_progress.current)["processed"]
-    if done == 0 or processed != done or loop.batch_progress.current.ready == done:
-        return
-    for progress in (loop.batch_progress.current, loop.batch_progress.total):
-        whole = progress.completed
-        vars(progress).update(ready=whole, started=whole, processed=whole, completed=whole - 1)
-    if not loop._should_accumulate():
-        loop._batches_that_stepped -= 1

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-SCHEDULES = ("cosine", "paper", "constant")
-
 
 def cosine(step: int, *, warmup: int, total: int, final: float) -> float:
     r"""A linear rise over `warmup` steps, then half a cosine down to `final`.

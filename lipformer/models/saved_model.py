@@ -10,7 +10,8 @@ import importlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from types import ModuleType
@@ -49,8 +50,10 @@ def save(directory: str | PathLike[str], config: Config, tensors: Mapping[str, T
     text = json.dumps(entries, indent=2, ensure_ascii=False) + "\n"
     metadata = {"format": "pt", "config": _digest(config)}
     weights = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-    _replace(folder / WEIGHTS, lambda path: safetensors.torch.save_file(weights, path, metadata))
-    _replace(folder / CONFIG, lambda path: Path(path).write_text(text, encoding="utf-8"))
+    with atomic_write(folder / WEIGHTS) as part:
+        safetensors.torch.save_file(weights, part, metadata)
+    with atomic_write(folder / CONFIG) as part:
+        part.write_text(text, encoding="utf-8")
 
 
 def load(directory: str | PathLike[str], kind: type[Config]) -> tuple[Config, dict[str, Tensor]]:
@@ -117,21 +120,26 @@ def _digest(config: LanguageModelConfig | VisionTransformerConfig) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _replace(path: Path, write: Callable[[str], object]) -> None:
-    """Writes a file under another name in the same directory and renames it when it is whole."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+@contextmanager
+def atomic_write(path: str | PathLike[str]) -> Iterator[Path]:
+    """A path in the same directory to write a file under; on disk and whole, it takes the file's name.
+
+    If writing fails, the file stays what it was.
+    """
+    target = Path(path)
+    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.stem}.", suffix=target.suffix)
     os.close(handle)
     try:
-        write(temporary)
-        with open(temporary, "rb") as file:
+        yield Path(name)
+        with open(name, "rb") as file:
             os.fsync(file.fileno())
         # mkstemp's files are private; these are made like any other.
         mask = os.umask(0)
         os.umask(mask)
-        os.chmod(temporary, 0o666 & ~mask)
-        os.replace(temporary, path)
+        os.chmod(name, 0o666 & ~mask)
+        os.replace(name, target)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        Path(name).unlink(missing_ok=True)
         raise
 
 

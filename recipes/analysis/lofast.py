@@ -27,7 +27,8 @@ from rich.progress import track
 from torch import Tensor, nn
 
 from lipformer.analysis import AttentionMaps, attention_maps, lofast_bound
-from recipes.output import exit_code, parser, show, usable_directory, whole, write_csv
+from lipformer.models.saved_model import atomic_write
+from recipes.output import exit_code, parser, show, usable_directory, write_csv
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -159,7 +160,7 @@ def draw(rows: list[Row], path: Path) -> None:
         axis.set_ylabel("movement / eps")
         axis.legend()
     figure.tight_layout()
-    with whole(path) as part:
+    with atomic_write(path) as part:
         figure.savefig(part, dpi=120)
     plt.close(figure)
 

@@ -33,7 +33,8 @@ from torch import Tensor, nn
 
 import lipformer as lf
 from lipformer.analysis import AttentionMaps, measure_gain, split_attack, split_gain
-from recipes.output import exit_code, parser, show, usable_directory, whole, write_csv
+from lipformer.models.saved_model import atomic_write
+from recipes.output import exit_code, parser, show, usable_directory, write_csv
 from training.errors import BadInput
 
 matplotlib.use("Agg")
@@ -138,7 +139,7 @@ def draw_picture(rows: list[Row], path: Path) -> None:
     right.plot([], [], "k:", label="random, every radius")
     right.set(xlabel="tokens", ylabel="split / unsplit gain, largest", title="Dot-product attention")
     right.legend(fontsize=8)
-    with whole(path) as part:
+    with atomic_write(path) as part:
         figure.savefig(part, dpi=120)
     plt.close(figure)
 

@@ -20,6 +20,7 @@ from recipes.flows.report import Report
 from recipes.output import exit_code
 
 TRAINER = {"max_epochs": 1000, "max_steps": 600, "val_check_interval": 100}
+MODEL = {"num_heads": 2, "width": 16, "hidden": [64, 64], "feed_forwards": 2, "log_det": "exact"}
 
 
 def directory(out: str | None, name: str) -> str:
@@ -42,6 +43,7 @@ class FlowCLI(RecipeCLI):
         )
         parser.add_lightning_class_args(Report, "report")
         parser.link_arguments("data.points", "model.points")
+        parser.set_defaults({f"model.{name}": value for name, value in MODEL.items()})
         for target in ("trainer.default_root_dir", "report.directory"):
             parser.link_arguments(("out", "data.name"), target, compute_fn=directory)
 

@@ -27,6 +27,8 @@ TRAINER = {
     "val_check_interval": 200,
     "enable_model_summary": False,
 }
+# What is trained on the digits if nothing is said.
+DIGITS = {"variant": "l2", "patch": 2, "dim": 32}
 
 
 def directory(out: str | None, name: str, variant: str) -> str:
@@ -81,9 +83,12 @@ class VisionCLI(RecipeCLI):
             ("mean", _mean),
             ("std", _std),
         ):
-            parser.link_arguments("data.name", f"model.{entry}", compute_fn=compute)
+            parser.link_arguments("data.name", f"model.config.{entry}", compute_fn=compute)
+        parser.set_defaults({f"model.config.{name}": value for name, value in DIGITS.items()})
         for target in ("trainer.default_root_dir", "report.directory"):
-            parser.link_arguments(("out", "data.name", "model.variant"), target, compute_fn=directory)
+            parser.link_arguments(
+                ("out", "data.name", "model.config.variant"), target, compute_fn=directory
+            )
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -97,8 +102,6 @@ def main(arguments: list[str] | None = None) -> int:
             ImageData,
             args=arguments,
             trainer_defaults=TRAINER,
-            # The module has an optimiser of its own.
-            auto_configure_optimizers=False,
         )
 
     return exit_code(run)

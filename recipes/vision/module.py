@@ -54,24 +54,7 @@ class VisionModule(L.LightningModule):
     of the run, since at its full size the best head would at first be zero.
 
     Args:
-        image_size: set by data.name, as are the next four.
-        channels: of an image.
-        classes: number of labels.
-        mean: of the pixels, for each channel.
-        std: of the pixels.
-        variant: l2 or dot_product.
-        patch: pixels of a patch in each direction.
-        dim: D, the width of a token.
-        num_heads: H, a divisor of D.
-        num_layers: blocks of attention and feed-forward.
-        hidden: width inside the feed-forward part, default 2 D.
-        attention_weight: a in (1 - a) x + a attention(x).
-        feed_forward_weight: likewise; 1 leaves the residual out.
-        pooling: flatten or mean.
-        readout: width of one more layer before the head, default none.
-        position_std: of the initial positions.
-        radius: of the ball that tokens are projected on (dot_product only).
-        logit_coeff: bound of query and key weights (dot_product only).
+        config: the model; its image_size, channels, classes, mean and std are set by data.name.
         eps: the radius that is trained for, in the l2 norm of pixels in [0, 1].
         logit_scale: what logits are multiplied by in the loss.
         gain_every: steps between two measurements of the gain.
@@ -81,24 +64,7 @@ class VisionModule(L.LightningModule):
 
     def __init__(
         self,
-        image_size: int = 8,
-        channels: int = 1,
-        classes: int = 10,
-        mean: list[float] | None = None,
-        std: list[float] | None = None,
-        variant: str = "l2",
-        patch: int = 2,
-        dim: int = 32,
-        num_heads: int = 4,
-        num_layers: int = 2,
-        hidden: int | None = None,
-        attention_weight: float = 0.1,
-        feed_forward_weight: float = 0.5,
-        pooling: str = "flatten",
-        readout: int | None = None,
-        position_std: float = 0.1,
-        radius: float | None = None,
-        logit_coeff: float | None = None,
+        config: VisionTransformerConfig,
         eps: float = 0.5,
         logit_scale: float = 10.0,
         gain_every: int = 100,
@@ -106,48 +72,19 @@ class VisionModule(L.LightningModule):
         weight_decay: float = 0.0,
     ) -> None:
         super().__init__()
-        for name, value in (("eps", eps), ("weight_decay", weight_decay)):
-            if not value >= 0:
-                raise BadInput(f"--model.{name} must be >= 0, got {value}")
-        for name, value in (("lr", lr), ("logit_scale", logit_scale), ("gain_every", gain_every)):
-            if not value > 0:
-                raise BadInput(f"--model.{name} must be positive, got {value}")
-        self.save_hyperparameters()
+        if isinstance(config, dict):  # a checkpoint holds plain values
+            config = VisionTransformerConfig.from_dict(config)
+        self.save_hyperparameters(ignore="config")
+        self.save_hyperparameters({"config": config.to_dict()})
         self.eps, self.logit_scale, self.gain_every = eps, logit_scale, gain_every
         self.lr, self.weight_decay = lr, weight_decay
-        try:
-            config = VisionTransformerConfig(
-                variant,
-                image_size,
-                channels,
-                patch,
-                classes,
-                dim=dim,
-                num_heads=num_heads,
-                num_layers=num_layers,
-                hidden=hidden,
-                attention_weight=attention_weight,
-                feed_forward_weight=feed_forward_weight,
-                pooling=pooling,
-                readout=readout,
-                position_std=position_std,
-                mean=None if mean is None else tuple(mean),
-                std=None if std is None else tuple(std),
-                radius=radius,
-                logit_coeff=logit_coeff,
-            )
-        except ValueError as error:
-            raise BadInput(f"--model: {error}") from error
         self.model = VisionTransformer(config)
         self.gain = 0.0
 
     @property
     def data(self) -> ImageData:
         """The Trainer's data module."""
-        data = self.trainer.datamodule  # type: ignore[attr-defined]
-        if not isinstance(data, ImageData):
-            raise BadInput(f"VisionModule trains on ImageData, got {type(data).__name__}")
-        return data
+        return self.trainer.datamodule  # type: ignore[attr-defined]
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits: (B, C, H, W) -> (B, K)."""
@@ -191,13 +128,13 @@ class VisionModule(L.LightningModule):
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
         """Accuracy, and accuracy with the handicap (for "l2": certified accuracy at eps)."""
-        self._judge(batch, "val")
+        self._evaluate(batch, "val")
 
     def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
         """The same on the test images."""
-        self._judge(batch, "test")
+        self._evaluate(batch, "test")
 
-    def _judge(self, batch: list[Tensor], stage: str) -> None:
+    def _evaluate(self, batch: list[Tensor], stage: str) -> None:
         images, labels = batch
         logits = self.model(images)
         self.gain = self.gain or self.measured_gain()

@@ -52,7 +52,14 @@ SIZES: list[object] = [
     *("--certificate.length", 4, "--certificate.steps", 1, "--certificate.restarts", 1),
     *("--inversion.length", 4, "--text.length", 4),
 ]
-NARROW: list[object] = ["--model.dim", 16, "--model.num_heads", 4, "--model.num_layers", 1]
+NARROW: list[object] = [
+    "--model.config.dim",
+    16,
+    "--model.config.num_heads",
+    4,
+    "--model.config.num_layers",
+    1,
+]
 
 
 @dataclass

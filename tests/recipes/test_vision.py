@@ -28,9 +28,9 @@ FOLDER = Path(__file__).resolve().parents[2] / "recipes" / "vision"
 CONFIGS = sorted(FOLDER.glob("*.yaml"))
 NAMES = {f"{name}_{variant}" for name in ABOUT for variant in ("l2", "dot_product")}
 TINY: dict[str, object] = {
-    "model.dim": 8,
-    "model.hidden": 8,
-    "model.readout": 8,
+    "model.config.dim": 8,
+    "model.config.hidden": 8,
+    "model.config.readout": 8,
     "data.batch_size": 8,
     "data.train_images": 64,
     "trainer.max_steps": 2,
@@ -98,7 +98,7 @@ def test_a_configuration_opens_with_its_command() -> None:
         assert f"python -m recipes.vision fit --config recipes/vision/{path.name}" in text[:400]
         assert "# Expect" in text[:700]
         settings = yaml.safe_load(text)
-        assert f"{settings['data']['name']}_{settings['model']['variant']}" == path.stem
+        assert f"{settings['data']['name']}_{settings['model']['config']['variant']}" == path.stem
         assert settings["trainer"]["accelerator"] == "auto"
 
 
@@ -107,8 +107,9 @@ def test_its_model_is_built(path: Path) -> None:
     """At its own size: forward and backward, one image."""
     settings = yaml.safe_load(path.read_text())
     about = ABOUT[settings["data"]["name"]]
-    shape = {"image_size": about.image_size, "channels": about.channels}
-    module = VisionModule(**settings["model"], **shape, std=[about.std] * about.channels)
+    shape = {"image_size": about.image_size, "channels": about.channels, "classes": 10}
+    config = VisionTransformerConfig(**settings["model"].pop("config"), **shape)
+    module = VisionModule(config, **settings["model"])
     images = torch.rand(2, about.channels, about.image_size, about.image_size)
     F.cross_entropy(module(images), torch.tensor([3, 4])).backward()
     assert all(p.grad is not None for p in module.parameters())
@@ -121,7 +122,10 @@ def test_it_takes_two_steps(path: Path, tmp_path: Path, monkeypatch: pytest.Monk
     name = path.stem.partition("_")[0]
     where = []
     if name != "digits":
-        where = [f"--data.directory={write_data(name, tmp_path / 'data')}", "--model.num_layers=1"]
+        where = [
+            f"--data.directory={write_data(name, tmp_path / 'data')}",
+            "--model.config.num_layers=1",
+        ]
     assert run("fit", tmp_path / "out", monkeypatch, f"--config={path}", *where) == 0
     out = tmp_path / "out"
     assert "val/accuracy" in (out / "logs" / "version_0" / "metrics.csv").read_text()
@@ -143,11 +147,9 @@ def test_validate_and_bad_input(
 ) -> None:
     assert run("validate", tmp_path, monkeypatch, "--trainer.logger=false") == 0
     assert "val/handicapped" in capsys.readouterr().out
-    assert run("fit", tmp_path, monkeypatch, "--data.name=mnist", "--model.patch=7") == 2
+    assert run("fit", tmp_path, monkeypatch, "--data.name=mnist", "--model.config.patch=7") == 2
     assert "python -m recipes.vision.fetch mnist" in capsys.readouterr().err
-    assert run("fit", tmp_path, monkeypatch, "--model.lr=0") == 2
-    assert "--model.lr must be positive, got 0" in capsys.readouterr().err
-    assert run("fit", tmp_path, monkeypatch, "--model.patch=3") == 2
+    assert run("fit", tmp_path, monkeypatch, "--model.config.patch=3") == 2
     assert "image_size must be a multiple of patch" in capsys.readouterr().err
 
 

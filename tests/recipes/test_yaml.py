@@ -53,17 +53,16 @@ def test_it_opens_with_its_command_and_what_to_expect(path: Path) -> None:
 @pytest.mark.parametrize("path", [*PTB, *SMALL], ids=relative)
 def test_its_model_can_be_built(path: Path) -> None:
     settings = settings_of(path)
-    module, data = LanguageModule(**settings["model"]), CharacterData(**settings["data"])
-    shape = {"max_len": data.block, **module.shape}
-    config = LanguageModelConfig(module.variant, 50, **shape)  # type: ignore[arg-type]
-    model = LanguageModel(config)
+    data = CharacterData(**settings["data"])
+    config = LanguageModelConfig(vocab_size=50, max_len=data.block, **settings["model"].pop("config"))
+    module, model = LanguageModule(config, **settings["model"]), LanguageModel(config)
     small = path in SMALL
     assert (config.dim, config.num_heads) == ((128, 4) if small else (512, 8))
     size = sum(p.numel() for p in model.parameters())
     assert 4e5 < size < 8e5 if small else 1e7 < size < 3e7
     assert (config.bound == "kim2021") == (path.stem == "contractive_kim2021")
     if path.stem in VARIANTS:
-        assert module.variant == path.stem
+        assert config.variant == path.stem
     trainer = settings["trainer"]
     if small:
         assert (trainer["max_steps"], data.block, data.batch_size) == (600, 128, 32)
@@ -85,7 +84,16 @@ TINY: list[object] = [
     *("--report.enabled", "false"),
 ]
 NARROW: list[object] = [
-    *("--model.dim", 16, "--model.num_heads", 4, "--model.num_layers", 1, "--model.compile", "false")
+    *(
+        "--model.config.dim",
+        16,
+        "--model.config.num_heads",
+        4,
+        "--model.config.num_layers",
+        1,
+        "--model.compile",
+        "false",
+    )
 ]
 
 

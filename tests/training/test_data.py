@@ -10,7 +10,7 @@ import torch
 
 from tests.training.tiny import data, write_corpus
 from training import corpus
-from training.batches import JudgingBatches, TrainingBatches
+from training.batches import EvaluationBatches, TrainingBatches
 from training.data import CharacterData
 from training.errors import BadInput
 from training.windows import IGNORED, Windows, sentences, stream, whole_stream
@@ -55,7 +55,7 @@ def test_a_directory_of_splits(tmp_path: Path) -> None:
     assert module.texts["test"] == (tmp_path / "test.txt").read_text()
 
 
-def test_a_directory_of_any_texts_is_shared_out(tmp_path: Path) -> None:
+def test_a_directory_of_any_texts_is_split(tmp_path: Path) -> None:
     for name in "ba":
         (tmp_path / f"{name}.txt").write_text("".join(f"{name} {i}\n" for i in range(100)))
     texts = data(tmp_path).texts
@@ -95,12 +95,8 @@ def test_a_table_without_text(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_used_is_told_in_a_line(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=r"must be one of pydoc, dir, hub, got 'web'"):
-        CharacterData(source="web")
     with pytest.raises(BadInput, match="needs --data.path"):
         CharacterData(source="dir")
-    with pytest.raises(BadInput, match="block must be at least 1, got 0"):
-        CharacterData(block=0)
     with pytest.raises(BadInput, match="must be a directory with text files, got '.*nowhere'"):
         data(tmp_path / "nowhere").setup("fit")
     with pytest.raises(BadInput, match="has no text files"):
@@ -196,9 +192,9 @@ def test_other_batches_are_not_resumed() -> None:
         training_batches(size=5).load_state_dict(state)
 
 
-def test_judging_covers_all_in_every_process() -> None:
+def test_evaluation_covers_all_in_every_process() -> None:
     windows = whole_stream(torch.arange(150), 16)
-    parts = [list(JudgingBatches(windows, 3, rank, 2)) for rank in range(2)]
+    parts = [list(EvaluationBatches(windows, 3, rank, 2)) for rank in range(2)]
     assert len(parts[0]) == len(parts[1]) == 2
     seen = torch.cat([b.targets[b.targets != IGNORED] for part in parts for b in part])
     assert torch.equal(seen.sort().values, torch.arange(1, 150))

@@ -11,15 +11,16 @@ import torch
 import torch.nn.functional as F
 
 import lipformer as lf
-from lipformer.models import VARIANTS
+from lipformer.models import VARIANTS, LanguageModelConfig
 from tests.training.tiny import LIGHTNING_WARNINGS, Losses, data, module, trainer, write_corpus
 from training import schedules
 from training.errors import BadInput
-from training.module import LanguageModule
+from training.module import VARIANT, LanguageModule
 from training.optimisers import decay_groups
 from training.windows import IGNORED, Batch
 
 pytestmark = pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
+UNTOLD = LanguageModelConfig(VARIANT, 1)
 
 
 def test_the_papers_schedule() -> None:
@@ -121,7 +122,7 @@ def test_it_starts_from_a_saved_model(tmp_path: Path) -> None:
     write_corpus(tmp_path / "text")
     _, first = fitted(tmp_path / "text")
     first.model.save_pretrained(tmp_path / "saved")
-    tuned = LanguageModule(pretrained=str(tmp_path / "saved"), warmup=1)
+    tuned = LanguageModule(UNTOLD, pretrained=str(tmp_path / "saved"), warmup=1)
     trainer(max_steps=1, limit_val_batches=1).fit(tuned, data(tmp_path / "text"))
     assert tuned.model.config == first.model.config
     change = (tuned.model.embedding.weight - first.model.embedding.weight).abs().max()
@@ -129,22 +130,19 @@ def test_it_starts_from_a_saved_model(tmp_path: Path) -> None:
     (tmp_path / "text" / "train.txt").write_text("Zebras QUIZ\n" * 20)
     with pytest.raises(BadInput, match="the train text has .* characters that the model does not know"):
         trainer(max_steps=1).fit(
-            LanguageModule(pretrained=str(tmp_path / "saved")), data(tmp_path / "text")
+            LanguageModule(UNTOLD, pretrained=str(tmp_path / "saved")), data(tmp_path / "text")
         )
 
 
 def test_bad_options_are_told_in_a_line(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="schedule must be one of cosine, paper, constant, got 'linear'"):
-        module(schedule="linear")
-    with pytest.raises(BadInput, match="lr must be positive and finite, got -1"):
-        module(lr=-1.0)
-    with pytest.raises(BadInput, match="pretrained brings its own dim"):
-        LanguageModule(pretrained="saved", dim=3)
+    with pytest.raises(
+        BadInput, match="pretrained brings its own config: leave yours out, got .*dim=16"
+    ):
+        module(pretrained="saved")
     write_corpus(tmp_path)
-    with pytest.raises(BadInput, match="dim must be a multiple of num_heads, got dim=16, num_heads=3"):
-        trainer(max_steps=1).fit(module(num_heads=3), data(tmp_path))
+    nowhere = LanguageModule(UNTOLD, pretrained=str(tmp_path / "nowhere"))
     with pytest.raises(BadInput, match="nowhere has no file config.json"):
-        trainer(max_steps=1).fit(LanguageModule(pretrained=str(tmp_path / "nowhere")), data(tmp_path))
+        trainer(max_steps=1).fit(nowhere, data(tmp_path))
     with pytest.raises(BadInput, match="cosine needs an end"):
         trainer(max_steps=-1, max_epochs=-1).fit(module(), data(tmp_path))
 

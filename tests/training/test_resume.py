@@ -170,8 +170,15 @@ def test_a_killed_process_resumes_exactly(tmp_path: Path) -> None:
     command = [
         *(sys.executable, "-m", "training", "fit", "--config", "recipes/quickstart.yaml"),
         *("--data.source", "dir", "--data.path", str(corpus), "--data.block", "16"),
-        *("--data.batch_size", "4", "--model.dim", "16", "--model.num_layers", "1"),
-        *("--model.dropout", "0.1", "--trainer.max_steps", "120", "--trainer.log_every_n_steps", "1"),
+        *("--data.batch_size", "4", "--model.config.dim", "16", "--model.config.num_layers", "1"),
+        *(
+            "--model.config.dropout",
+            "0.1",
+            "--trainer.max_steps",
+            "120",
+            "--trainer.log_every_n_steps",
+            "1",
+        ),
         *("--trainer.val_check_interval", "50", "--checkpoint_every", "7"),
         *("--trainer.enable_progress_bar", "false", "--certificate.enabled", "false"),
         *("--text.enabled", "false", "--trainer.accelerator", "cpu"),

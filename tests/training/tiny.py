@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 
+from lipformer.models import LanguageModelConfig
 from training.checkpoints import CheckpointFiles
 from training.data import CharacterData
-from training.module import LanguageModule
+from training.module import VARIANT, LanguageModule
+
+FIELDS = {field.name for field in dataclasses.fields(LanguageModelConfig)}
 
 # Lightning's own use of torch and jsonargparse is deprecated there; nothing here can change it.
 LIGHTNING_WARNINGS = (
@@ -36,8 +40,10 @@ def write_corpus(folder: Path, lines: int = 60) -> Path:
 
 def module(**options: Any) -> LanguageModule:
     """A model of a few thousand weights."""
-    given = {"variant": "invertible", "dim": 16, "num_heads": 2, "num_layers": 1, "warmup": 3}
-    return LanguageModule(**{**given, **options})  # type: ignore[arg-type]
+    given: dict[str, Any] = {"dim": 16, "num_heads": 2, "num_layers": 1, "max_len": 16}
+    own = {name: options.pop(name) for name in [*options] if name not in FIELDS}
+    config = LanguageModelConfig(options.pop("variant", VARIANT), 1, **{**given, **options})
+    return LanguageModule(config, **{"warmup": 3, **own})
 
 
 def data(folder: Path, **options: Any) -> CharacterData:
