@@ -6,6 +6,7 @@ So the certificate is no accident of the attack: each condition of docs/theory, 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from tests.oracles import (
     own_key_masked_attention,
     positive_sign_attention,
     tied_attention,
+    unsquared_attention,
     unsquared_free_values_attention,
     untied_attention,
 )
@@ -92,11 +94,27 @@ def test_the_layer_is_the_tied_form() -> None:
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_forms_exceed_the_certificate(name: str) -> None:
+    """The gain goes up with the size of the input, past any certificate."""
     w, other = weights()
     bound = max(certificates().values())
-    values = [attack(lambda x: BROKEN[name](x, w, other), size) for size in (1e2, 1e4)]
-    assert values[0] > bound, "at a size of 100"
-    assert values[1] > 10 * values[0], "and there is no end to it"
+    values = [attack(lambda x: BROKEN[name](x, w, other), size) for size in (10.0, 1e2, 1e3, 1e4)]
+    assert all(after > 3 * before for before, after in pairwise(values))
+    assert values[1] > bound
+    assert values[2] > 10 * bound
+    assert values[3] > 10 * values[1]
+
+
+@pytest.mark.parametrize("fn", [tied_attention, unsquared_attention])
+def test_sound_forms_keep_below_their_constant(fn: Callable[..., Tensor]) -> None:
+    """The same search on the same inputs: so the growth above is due to the defects.
+
+    The unsquared distance alone is no defect: with tied weights and values linear in the keys,
+    sum_j P_ij |y_i - y_j| <= W0((n-1)/e) takes the place of the squared distances.
+    """
+    w, _ = weights()
+    limit = torch.linalg.matrix_norm(w, 2).item() * lf.functional.l2_gain(N, theorem="A")
+    for size in (1.0, 10.0, 1e2, 1e3):
+        assert 1 <= attack(lambda x: fn(x, w), size) <= limit
 
 
 @pytest.mark.parametrize("size", [1.0, 1e2, 1e4])

@@ -80,3 +80,19 @@ def log_det(
     """``residual_log_det`` without the output, with a generator of this seed."""
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     return residual_log_det(branch, x, method=method, rate=rate, generator=generator, **options)[1]
+
+
+def small_branches(coeff: float = 0.9) -> dict[str, nn.Module]:
+    """Of events of three tokens of width two: 64 probes in all."""
+    negated = nn.Linear(2, 2, bias=False)
+    with torch.no_grad():
+        negated.weight.copy_(-torch.eye(2))
+    both = nn.Sequential(attention(2, 1, value_proj=False), smooth_feed_forward(2, 4))
+    return {
+        "attention": lf.Contractive(attention(2, 1), coeff, seq_len=3),
+        "feed-forward": lf.Contractive(smooth_feed_forward(2, 4), coeff),
+        "both": lf.Contractive(both, coeff, seq_len=3),
+        # The worst case of bounds: every term of the series has one sign and its largest size.
+        "minus the identity": lf.Contractive(negated, coeff),
+        "own tokens": lf.Contractive(attention(2, 1, causal=True), coeff, norm="self", seq_len=3),
+    }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import math
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch.distributions import Distribution, Independent, Laplace, Multivariate
 
 import lipformer as lf
 from lipformer.flows import ActNorm, AttentionFlow, InvertibleLinear, InvertibleResidual, Permutation
+from tests.layers.battery import saved
 from tests.oracles import dense_jacobian
 
 SET = {"depth": 2, "num_heads": 2, "hidden": (8, 6), "width": 8, "seq_len": 6}
@@ -213,11 +213,8 @@ def test_training_lowers_the_loss_and_keeps_the_inverse() -> None:
     with torch.no_grad():
         assert (flow.inverse(flow(x)) - x).abs().max() <= 1e-4
     # Saved and loaded it is the same density, and its first batch stays the first.
-    file = io.BytesIO()
-    torch.save(flow.state_dict(), file)
-    file.seek(0)
     other = AttentionFlow(2, depth=1, num_heads=2, hidden=16, width=8, seq_len=5, mode="causal")
-    other.load_state_dict(torch.load(file, weights_only=True))
+    other.load_state_dict(saved(flow))
     expected = flow.log_prob(x)
     assert torch.equal(other.log_prob(x), expected)
     assert torch.equal(copy.deepcopy(flow).log_prob(x), expected)

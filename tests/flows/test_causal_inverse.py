@@ -10,6 +10,7 @@ import lipformer as lf
 from lipformer.certificate import Ask, Bound
 from lipformer.flows import NotConverged
 from lipformer.flows.solve.causal import solve_causal
+from tests.flows.blocks import branch
 from tests.layers.battery import error, scrambled
 
 F64 = torch.float64
@@ -112,21 +113,10 @@ def test_no_convergence_and_empty_batches() -> None:
         )
 
 
-def block(name: str, **options: object) -> lf.InvertibleResidual:
-    causal = {"batch_first": True, "causal": True, "max_len": 40}
-    branches = {
-        "attention": lambda: lf.L2MultiheadAttention(8, 2, value_proj=False, **causal),
-        "rotary window": lambda: lf.L2MultiheadAttention(
-            8, 2, window=4, positions="rotary", value_proj=True, **causal
-        ),
-        "alibi": lambda: lf.L2MultiheadAttention(8, 2, positions="alibi", value_proj=True, **causal),
-        "feed-forward": lambda: lf.FeedForward(8, 16),
-        "sequence": lambda: nn.Sequential(
-            lf.L2MultiheadAttention(8, 2, value_proj=True, **causal), nn.Tanh(), lf.FeedForward(8, 16)
-        ),
-    }
+def block(name: str, mode: str = "causal") -> lf.InvertibleResidual:
+    """With random weights in float64, causal in either mode."""
     torch.manual_seed(1)
-    return scrambled(lf.InvertibleResidual(branches[name](), **options)).double().eval()
+    return scrambled(lf.InvertibleResidual(branch(name, causal=True), 0.9, mode)).double().eval()
 
 
 NAMES = ("attention", "rotary window", "alibi", "feed-forward", "sequence")
@@ -135,7 +125,7 @@ NAMES = ("attention", "rotary window", "alibi", "feed-forward", "sequence")
 @pytest.mark.parametrize("mode", ["causal", "norm"])
 @pytest.mark.parametrize("name", NAMES)
 def test_streaming_agrees_with_the_whole(name: str, mode: str) -> None:
-    made = block(name, coeff=0.9, mode=mode)
+    made = block(name, mode)
     x = torch.randn(B, 20, 8, dtype=F64)
     with torch.no_grad():
         y = made(x)
@@ -154,7 +144,7 @@ def test_streaming_agrees_with_the_whole(name: str, mode: str) -> None:
 
 
 def test_streaming_evaluates_the_new_tokens_only() -> None:
-    made = block("attention", coeff=0.9, mode="causal")
+    made = block("attention")
     seen: list[int] = []
     inner = made.branch.module
     step = type(inner).step
@@ -173,7 +163,7 @@ def test_streaming_evaluates_the_new_tokens_only() -> None:
 
 
 def test_streaming_with_padding() -> None:
-    made = block("sequence", coeff=0.9, mode="causal")
+    made = block("sequence")
     x = torch.randn(B, 12, 8, dtype=F64)
     padding = torch.zeros(B, 12, dtype=torch.bool)
     padding[0, :3] = padding[2, :1] = True
@@ -187,7 +177,7 @@ def test_streaming_with_padding() -> None:
 
 def test_causal_mode_shrinks_less() -> None:
     """The point of the mode: the same weights keep a larger part of their branch."""
-    own, whole = (block("attention", coeff=0.9, mode=mode) for mode in ("causal", "norm"))
+    own, whole = (block("attention", mode) for mode in ("causal", "norm"))
     whole.load_state_dict(own.state_dict())
     with torch.no_grad():
         assert float(own.branch.scales().min()) > 1.5 * float(whole.branch.scales().max())

@@ -106,16 +106,9 @@ def test_the_error_bound_is_a_promise(kind: str, accelerate: bool) -> None:
 
 def test_a_wrong_rate_voids_the_promise() -> None:
     """Negative control: told 0.5 for a map of 0.97, the bound is below the error."""
-    a, y = 0.97 * torch.eye(8, dtype=F64).roll(1, 0), right_hand_side(8, 0)
-    x, record = solve(a, y, 0.5, tol=1e-3, accelerate=False)
-    exact = torch.linalg.solve(torch.eye(8, dtype=F64) + a, y.mT).mT
-    a_slow = -0.97 * torch.eye(8, dtype=F64)
-    slow, slow_record = solve(a_slow, y, 0.5, tol=1e-3, accelerate=False)
-    slow_exact = torch.linalg.solve(torch.eye(8, dtype=F64) + a_slow, y.mT).mT
-    broken = (l2_size(x - exact) > record.error_bound) | (
-        l2_size(slow - slow_exact) > slow_record.error_bound
-    )
-    assert bool(broken.any())
+    y = right_hand_side(8, 0)
+    x, record = solve(-0.97 * torch.eye(8, dtype=F64), y, 0.5, tol=1e-3, accelerate=False)
+    assert bool((l2_size(x - y / 0.03) > record.error_bound).any())
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)

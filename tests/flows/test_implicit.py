@@ -8,26 +8,17 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import lipformer as lf
+from tests.flows.blocks import branch
 from tests.layers.battery import error, scrambled
 
 F64 = torch.float64
 B, T, D = 2, 4, 4
 
 
-def block(name: str, **options: object) -> lf.InvertibleResidual:
-    causal = options.get("mode") == "causal"
-    attention = {"batch_first": True, "causal": causal, "max_len": 8}
-    branches = {
-        "attention": lambda: lf.L2MultiheadAttention(D, 2, value_proj=False, **attention),
-        "paper": lambda: lf.L2MultiheadAttention(D, 2, value_proj=True, **attention),
-        "sequence": lambda: nn.Sequential(
-            lf.L2MultiheadAttention(D, 2, value_proj=False, **attention),
-            lf.FeedForward(D, 6, activation=nn.Tanh()),
-        ),
-    }
+def block(name: str, mode: str = "norm", coeff: float = 0.9, **options: object) -> lf.InvertibleResidual:
     torch.manual_seed(3)
-    made = lf.InvertibleResidual(branches[name](), **options)
-    return scrambled(made).double().eval()
+    inner = branch(name, D, causal=mode == "causal", max_len=8)
+    return scrambled(lf.InvertibleResidual(inner, coeff, mode, **options)).double().eval()
 
 
 CASES = [

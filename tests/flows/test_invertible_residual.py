@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -14,29 +12,13 @@ from torch import Tensor, nn
 
 import lipformer as lf
 from lipformer.flows import NotConverged, estimate_inverse_gain
-from tests.layers.battery import CertifiedLayer, error, scrambled, slow_compile
+from tests.flows.blocks import block, branch
+from tests.layers.battery import CertifiedLayer, error, saved, scrambled, slow_compile
 
 F64 = torch.float64
 D = 8
 SCALES = (1e-2, 1.0, 30.0, 1e3)
 PROMISED = {torch.float32: 1e-5, torch.float64: 1e-11}
-
-
-def branch(name: str, *, causal: bool = False, max_len: int = 256, **options: Any) -> nn.Module:
-    attention = {"batch_first": True, "causal": causal, "max_len": max_len, **options}
-    if name == "attention":
-        return lf.L2MultiheadAttention(D, 2, value_proj=False, **attention)
-    if name == "paper":
-        return lf.L2MultiheadAttention(D, 2, value_proj=True, **attention)
-    if name == "feed-forward":
-        return lf.FeedForward(D, 16)
-    return nn.Sequential(
-        lf.L2MultiheadAttention(D, 2, value_proj=True, **attention), lf.FeedForward(D, 16)
-    )
-
-
-def block(name: str, coeff: float = 0.9, mode: str = "norm", **options: Any) -> lf.InvertibleResidual:
-    return lf.InvertibleResidual(branch(name, causal=mode == "causal"), coeff, mode, **options).eval()
 
 
 class TestNorm(CertifiedLayer):
@@ -110,11 +92,8 @@ def test_round_trips_after_training_and_loading(mode: str, dtype: torch.dtype) -
         optimizer.step()
         losses.append(float(loss.detach()))
     assert losses[-1] < 0.97 * losses[0], "it was trained"
-    file = io.BytesIO()
-    torch.save(made.state_dict(), file)
-    file.seek(0)
     loaded = block("attention", 0.97, mode, seq_len=32).to(dtype)
-    loaded.load_state_dict(torch.load(file, weights_only=True))
+    loaded.load_state_dict(saved(made))
     for each in (made.eval(), loaded, copy.deepcopy(made), lf.bake(made)):
         for scale in (1e-2, 1.0, 1e3):
             assert round_trip(each, 32, scale) <= PROMISED[dtype], scale

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-
 import pytest
 import torch
 from torch import nn
@@ -11,7 +9,7 @@ from torch import nn
 import lipformer as lf
 from lipformer.flows import ActNorm, InvertibleLinear, Permutation
 from lipformer.flows.linear import TokenWise
-from tests.layers.battery import CertifiedLayer, WithoutParameters, scrambled
+from tests.layers.battery import CertifiedLayer, WithoutParameters, saved, scrambled
 from tests.oracles import dense_jacobian
 
 KINDS = [ActNorm, InvertibleLinear, Permutation]
@@ -96,11 +94,8 @@ def test_gradients_of_the_inverse() -> None:
 def test_a_permutation_is_saved_and_seeded() -> None:
     layer = Permutation(9, torch.Generator().manual_seed(3))
     assert torch.equal(layer.order, Permutation(9, torch.Generator().manual_seed(3)).order)
-    file = io.BytesIO()
-    torch.save(layer.state_dict(), file)
-    file.seek(0)
     other = Permutation(9)
-    other.load_state_dict(torch.load(file, weights_only=True))
+    other.load_state_dict(saved(layer))
     x = torch.randn(2, 3, 9)
     assert torch.equal(other(x), layer(x))
     assert lf.certify(layer).bound == 1.0

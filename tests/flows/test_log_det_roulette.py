@@ -6,9 +6,8 @@ import math
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-import lipformer as lf
 from lipformer.flows.log_det import methods as _log_det
 from lipformer.flows.log_det import series as _log_det_series
 from lipformer.flows.log_det.series import (
@@ -19,32 +18,12 @@ from lipformer.flows.log_det.series import (
     roulette_weight,
 )
 from lipformer.functional.pullback import pull
-from tests.flows.log_det_oracles import (
-    attention,
-    gradients,
-    log_det,
-    log_det_oracle,
-    smooth_feed_forward,
-)
+from tests.flows.log_det_oracles import gradients, log_det, log_det_oracle, small_branches
 
 pytestmark = pytest.mark.usefixtures("float64")
 
 
 DRAWS = 4000
-
-
-def branches(coeff: float) -> dict[str, nn.Module]:
-    negated = nn.Linear(2, 2, bias=False)
-    with torch.no_grad():
-        negated.weight.copy_(-torch.eye(2))
-    both = nn.Sequential(attention(2, 1, value_proj=False), smooth_feed_forward(2, 4))
-    return {
-        "attention": lf.Contractive(attention(2, 1), coeff, seq_len=3),
-        "both": lf.Contractive(both, coeff, seq_len=3),
-        # Every term of the series has one sign and its largest size.
-        "minus the identity": lf.Contractive(negated, coeff),
-        "own tokens": lf.Contractive(attention(2, 1, causal=True), coeff, norm="self", seq_len=3),
-    }
 
 
 class TestWeights:
@@ -107,9 +86,9 @@ def within(draws: Tensor, exact: Tensor, errors: float = 4.0) -> None:
 
 class TestUnbiased:
     @pytest.mark.parametrize("coeff", [0.5, 0.9])
-    @pytest.mark.parametrize("name", list(branches(0.5)))
+    @pytest.mark.parametrize("name", list(small_branches()))
     def test_value_and_gradient_in_4000_draws(self, name: str, coeff: float) -> None:
-        branch = branches(coeff)[name]
+        branch = small_branches(coeff)[name]
         one = torch.randn(1, 3, 2)
         # One event as a batch: each sample has a probe and a number of terms of its own.
         x = one.repeat(DRAWS, 1, 1).requires_grad_()
@@ -124,12 +103,12 @@ class TestUnbiased:
         within(gradients(found.value, x)[0], gradients(expected, point)[0][0])
 
     def test_several_probes(self) -> None:
-        branch, one = branches(0.9)["both"], torch.randn(1, 3, 2)
+        branch, one = small_branches()["both"], torch.randn(1, 3, 2)
         draws = log_det(branch, one.expand(1000, 3, 2), "roulette", probes=3)
         within(draws.value.detach(), log_det_oracle(branch, one)[0])
 
     def test_gradient_of_the_weights(self) -> None:
-        branch = branches(0.9)["both"]
+        branch = small_branches()["both"]
         parameters = list(branch.parameters())
         one = torch.randn(1, 3, 2)
         expected = gradients(log_det(branch, one, "exact").value, *parameters)
@@ -143,7 +122,7 @@ class TestUnbiased:
     def test_the_draws_would_see_a_bias(self) -> None:
         """The control: the plain sum of the terms drawn, as if every weight were one."""
         coeff = 0.9
-        branch = branches(coeff)["minus the identity"]
+        branch = small_branches(coeff)["minus the identity"]
         one = torch.randn(1, 3, 2)
         exact = log_det_oracle(branch, one)[0]
         counts = draw_counts(DRAWS, coeff, EXACT_TERMS, torch.Generator().manual_seed(0))
@@ -152,7 +131,7 @@ class TestUnbiased:
             within(6 * powers, exact)
 
     def test_more_exact_terms_less_noise(self) -> None:
-        branch, x = branches(0.9)["minus the identity"], torch.randn(1, 3, 2).expand(1000, 3, 2)
+        branch, x = small_branches()["minus the identity"], torch.randn(1, 3, 2).expand(1000, 3, 2)
         spread = [log_det(branch, x, "roulette", terms=terms).value.std() for terms in (1, 20)]
         assert spread[1] < 0.3 * spread[0]
 
@@ -160,7 +139,7 @@ class TestUnbiased:
 class TestDraws:
     def test_samples_that_have_stopped_cost_no_more(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """And leaving them out changes nothing."""
-        branch = branches(0.9)["both"]
+        branch = small_branches()["both"]
         x = torch.randn(64, 3, 2, requires_grad=True)
         padding = torch.arange(3) >= torch.randint(1, 4, (64, 1))
         passes: list[int] = []
@@ -189,13 +168,13 @@ class TestDraws:
         torch.testing.assert_close(grads, expected_grads, rtol=1e-9, atol=1e-10)
 
     def test_each_sample_has_its_own(self) -> None:
-        branch = branches(0.9)["minus the identity"]
+        branch = small_branches()["minus the identity"]
         x = torch.randn(1, 3, 2).expand(50, 3, 2)
         # J is -0.9 I, so a probe makes no noise: what differs is the number of terms.
         value = log_det(branch, x, "roulette").value
         assert len(value.detach().unique()) > 10
 
     def test_terms_are_those_of_the_longest(self) -> None:
-        branch, x = branches(0.9)["attention"], torch.randn(5, 3, 2)
+        branch, x = small_branches()["attention"], torch.randn(5, 3, 2)
         counts = draw_counts(5, 0.9, EXACT_TERMS, torch.Generator().manual_seed(2))
         assert log_det(branch, x, "roulette", seed=2).terms == counts.max()

@@ -28,29 +28,11 @@ from tests.flows.log_det_oracles import (
     gradients,
     log_det,
     log_det_oracle,
-    smooth_feed_forward,
+    small_branches,
 )
 
 pytestmark = pytest.mark.usefixtures("float64")
-
-
-def small_branches(coeff: float = 0.9) -> dict[str, nn.Module]:
-    """Of events of three tokens of width two: 64 probes in all."""
-    both = nn.Sequential(attention(2, 1, value_proj=False), smooth_feed_forward(2, 4))
-    return {
-        "attention": lf.Contractive(attention(2, 1), coeff, seq_len=3),
-        "feed-forward": lf.Contractive(smooth_feed_forward(2, 4), coeff),
-        "both": lf.Contractive(both, coeff, seq_len=3),
-        "minus the identity": lf.Contractive(negated_identity(), coeff),
-    }
-
-
-def negated_identity() -> nn.Linear:
-    """The worst case of the bound: all eigenvalues -1."""
-    linear = nn.Linear(2, 2, bias=False)
-    with torch.no_grad():
-        linear.weight.copy_(-torch.eye(2))
-    return linear
+NAMES = ["attention", "feed-forward", "both", "minus the identity"]
 
 
 def mean_over_all_probes(branch: nn.Module, x: Tensor, terms: int, *, ramp: bool = False) -> Tensor:
@@ -79,7 +61,7 @@ def truncated_oracle(branch: nn.Module, x: Tensor, terms: int) -> Tensor:
 
 class TestMean:
     @pytest.mark.parametrize("terms", [1, 2, 5])
-    @pytest.mark.parametrize("name", list(small_branches()))
+    @pytest.mark.parametrize("name", NAMES)
     def test_value_and_gradient_are_those_of_the_truncated_series(self, name: str, terms: int) -> None:
         branch = small_branches()[name]
         x = torch.randn(3, 2, requires_grad=True)
@@ -91,7 +73,7 @@ class TestMean:
 
     @pytest.mark.parametrize("coeff", [0.3, 0.9])
     @pytest.mark.parametrize("terms", [1, 3, 10])
-    @pytest.mark.parametrize("name", list(small_branches()))
+    @pytest.mark.parametrize("name", NAMES)
     def test_within_the_reported_bound(self, name: str, terms: int, coeff: float) -> None:
         branch = small_branches(coeff)[name]
         x = torch.randn(3, 2)

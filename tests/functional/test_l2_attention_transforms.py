@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -81,9 +82,7 @@ def test_forward_mode(name: str) -> None:
     """torch.func.jvp, forward_ad and jacfwd, without any context, against the dense Jacobian."""
     y, v = tokens(), torch.randn(H, N, D, dtype=torch.float64)
 
-    def fn(y: Tensor) -> Tensor:
-        return l2_attention(y, **CASES[name])
-
+    fn = partial(l2_attention, **CASES[name])
     dense = torch.autograd.functional.jacobian(lambda y: l2_attention_oracle(y, **CASES[name]), y)
     want = torch.einsum("abcdef,def->abc", dense, v)
     torch.testing.assert_close(torch.func.jvp(fn, (y,), (v,))[1], want, rtol=0, atol=1e-12)
@@ -100,9 +99,7 @@ def test_forward_mode(name: str) -> None:
 def test_vmap_and_nested_grad(name: str) -> None:
     y = tokens(4)
 
-    def fn(y: Tensor) -> Tensor:
-        return l2_attention(y, **CASES[name])
-
+    fn = partial(l2_attention, **CASES[name])
     want = torch.stack([fn(one) for one in y])
     torch.testing.assert_close(torch.func.vmap(fn)(y), want, rtol=0, atol=1e-12)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,9 +29,7 @@ def method(request: pytest.FixtureRequest) -> str:
 def test_gradcheck(method: str, shape: tuple[int, ...]) -> None:
     weight = torch.randn(shape, dtype=F64, requires_grad=True)
 
-    def f(w: Tensor) -> Tensor:
-        return spectral_norm_bound(w, method=method)
-
+    f = partial(spectral_norm_bound, method=method)
     assert torch.autograd.gradcheck(f, (weight,), check_forward_ad=True, check_batched_grad=True)
     assert torch.autograd.gradgradcheck(f, (weight,), check_fwd_over_rev=True)
 
@@ -103,9 +102,7 @@ def test_second_derivative_of_an_orthogonal_matrix_is_finite() -> None:
 def test_hessians_agree_in_every_mode(method: str) -> None:
     weight = torch.randn(4, 3, dtype=F64)
 
-    def f(w: Tensor) -> Tensor:
-        return spectral_norm_bound(w, method=method)
-
+    f = partial(spectral_norm_bound, method=method)
     reference = torch.autograd.functional.hessian(f, weight)
     modes: tuple[Any, ...] = (jacrev, jacfwd)
     for outer, inner in itertools.product(modes, repeat=2):
@@ -120,9 +117,7 @@ def test_hessians_agree_in_every_mode(method: str) -> None:
 def test_functional_transforms(method: str, shape: tuple[int, int]) -> None:
     weights, tangent = torch.randn(3, *shape, dtype=F64), torch.randn(shape, dtype=F64)
 
-    def f(w: Tensor) -> Tensor:
-        return spectral_norm_bound(w, method=method)
-
+    f = partial(spectral_norm_bound, method=method)
     leaf = weights[0].clone().requires_grad_()
     slope = torch.autograd.grad(f(leaf), leaf)[0]
     close = torch.testing.assert_close

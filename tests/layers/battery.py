@@ -219,10 +219,7 @@ class CertifiedLayer:
         x = self.inputs()
         if list(module.parameters()):
             assert not torch.equal(self.call(module, x), self.call(other, x))
-        file = io.BytesIO()
-        torch.save(module.state_dict(), file)
-        file.seek(0)
-        other.load_state_dict(torch.load(file, weights_only=True))
+        other.load_state_dict(saved(module))
         assert torch.equal(self.call(module, x), self.call(other, x))
         for norm in self.norms:
             assert self.bound(module, norm) == self.bound(other, norm)
@@ -328,3 +325,11 @@ class WithoutParameters(CertifiedLayer):
 def slow_compile(test: CertifiedLayer) -> None:
     """`test_compile` of a battery whose graph a quick test of another battery has in essence."""
     CertifiedLayer.test_compile(test)
+
+
+def saved(module: nn.Module) -> dict[str, Any]:
+    """The module's state after a round trip through a file."""
+    file = io.BytesIO()
+    torch.save(module.state_dict(), file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)

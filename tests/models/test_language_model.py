@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from scipy.special import lambertw  # type: ignore[import-untyped]
 
 import lipformer as lf
 from lipformer.models import VARIANTS, LanguageModel
@@ -114,9 +115,7 @@ def test_the_paper_s_scaling_is_the_published_one() -> None:
     inner = layer.module
     assert isinstance(inner, lf.L2MultiheadAttention)
     assert inner.v_proj is not None
-    m = 0.0
-    for _ in range(100):  # Newton's method for m e^m = 23/e
-        m -= (m * math.exp(m) - 23 / math.e) / (math.exp(m) * (m + 1.0))
+    m = lambertw(23 / math.e).real
 
     def rows(weight: torch.Tensor) -> float:
         return weight.abs().sum(1).max().item()
