@@ -312,14 +312,17 @@ def test_options_reach_the_block(host: str) -> None:
     with pytest.raises(NotConverged) as caught:
         HOSTS[host](slow, max_iter=3).sample(2)
     assert int(caught.value.record.evaluations.max()) <= 3
+    spent = []
     for tol in (1e-3, 1e-5):
         torch.manual_seed(0)
         samples = HOSTS[host](slow, tol=tol).sample(4)
+        spent.append(slow.record.iterations)
         torch.manual_seed(0)
         noise = torch.randn(4, T, D)
         exact = torch.linalg.solve(torch.eye(D) + slow.branch(torch.eye(D)[None])[0].T, noise.mT).mT
         # The promise is in the norm over the whole event, so for each entry too.
         assert (samples - exact).abs().max() <= tol * max(1.0, noise.abs().max().item())
+    assert spent[0] < spent[1]
     estimated, x, draws = block("norm"), torch.randn(2, T, D), []
     for seed in (5, 5, 6):
         generator = torch.Generator().manual_seed(seed)
