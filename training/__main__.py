@@ -1,4 +1,4 @@
-"""Train, judge and use language models made of certified layers.
+"""Train, evaluate and use language models made of certified layers.
 
     python -m training fit --config recipes/quickstart.yaml     train; logs, checkpoints and a report
     python -m training fit --config ... --ckpt_path CKPT        go on where a run ended or was killed

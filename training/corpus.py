@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import glob
 import pydoc_data.topics
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -48,23 +48,22 @@ def from_dir(path: str) -> datasets.DatasetDict:
     if not folder.is_dir():
         raise BadInput(f"--data.path must be a directory with text files, got {path!r}")
     found = {split: _split_file(folder, split) for split in SPLITS}
-    files = {split: str(file) for split, file in found.items() if file is not None}
-    if "train" in files and "valid" in files:
-        for file in files.values():
-            _check_text(Path(file))
-        return read("text", data_files={name: glob.escape(file) for name, file in files.items()})
-    if files:
+    files = {split: [file] for split, file in found.items() if file is not None}
+    if files and not files.keys() >= {"train", "valid"}:
         raise BadInput(
             f"{path} needs train.txt and valid.txt (test.txt is optional), got "
-            f"{', '.join(sorted(Path(file).name for file in files.values()))}"
+            f"{', '.join(sorted(file.name for (file,) in files.values()))}"
         )
-    every = sorted(str(file) for file in folder.glob("*.txt") if file.is_file())
-    if not every:
+    files = files or {"train": sorted(file for file in folder.glob("*.txt") if file.is_file())}
+    if not files["train"]:
         raise BadInput(f"{path} has no text files; it needs train.txt, valid.txt, test.txt or any *.txt")
-    for file in every:
-        _check_text(Path(file))
-    rows = read("text", data_files={"train": [glob.escape(file) for file in every]})
-    return split_lines(rows["train"]["text"])
+    for some in files.values():
+        for file in some:
+            _check_text(file)
+    rows = read(
+        "text", data_files={split: [glob.escape(str(f)) for f in some] for split, some in files.items()}
+    )
+    return rows if "valid" in files else split_lines(rows["train"]["text"])
 
 
 def from_hub(name: str | None, revision: str | None = None, config: str | None = None) -> Any:
@@ -111,11 +110,6 @@ def split_lines(lines: Iterable[str]) -> datasets.DatasetDict:
     )
 
 
-def plain(line: str) -> str:
-    """The line as it is."""
-    return line
-
-
 def ptb(line: str) -> str:
     """Penn Treebank's lines as characters: no space at the ends, an underscore for each inside."""
     return line.strip().replace(" ", "_")
@@ -123,7 +117,7 @@ def ptb(line: str) -> str:
 
 def text_of(rows: datasets.Dataset, conversion: str) -> str:
     """The lines of a split as one text; each ends with a newline, which is a symbol like others."""
-    convert: Callable[[str], str] = {"plain": plain, "ptb": ptb}[conversion]
+    convert = ptb if conversion == "ptb" else str
     return "".join(f"{convert(line)}\n" for line in rows["text"])
 
 

@@ -28,9 +28,8 @@ Norm = Literal["l2", "token", "self", "linf"]
 
 
 @contextmanager
-def measured(pl_module: L.LightningModule) -> Iterator[LanguageModel]:
+def measured(pl_module: LanguageModule) -> Iterator[LanguageModel]:
     """The model in float32 or wider as it is saved: unsharded, in eval mode, outside autocast."""
-    assert isinstance(pl_module, LanguageModule)
     device = pl_module.device.type
     with torch.inference_mode(False), torch.autocast(device, enabled=False):
         model = whole_model(pl_module.model)
@@ -88,11 +87,10 @@ class CertificateMonitor(L.Callback):
         self.enabled, self.norm = enabled, norm
         self.length, self.steps, self.restarts = length, steps, restarts
 
-    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Measures; every process does, and gets the same numbers."""
         if not self.enabled or trainer.sanity_checking:
             return
-        assert isinstance(pl_module, LanguageModule)
         tokens = pl_module.data.validation_tokens(self.length)
         with measured(pl_module) as model:
             # Moved here: a copy that is made in inference mode cannot be attacked.
@@ -116,9 +114,8 @@ class InversionMonitor(L.Callback):
         self.enabled, self.length = enabled, length
 
     @torch.no_grad()
-    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Logs the largest error of an entry, infinite where an inverse does not converge."""
-        assert isinstance(pl_module, LanguageModule)
         invertible = pl_module.model.config.variant == "invertible"
         if not self.enabled or trainer.sanity_checking or not invertible:
             return
@@ -161,9 +158,8 @@ class TextSample(L.Callback):
         self.temperature, self.top_k = temperature, top_k
         self.text = ""
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Refuses what it could not write with, before the model is trained."""
-        assert isinstance(pl_module, LanguageModule)
         if self.enabled:
             self._prompt(pl_module)
             try:
@@ -180,11 +176,10 @@ class TextSample(L.Callback):
             raise BadInput("--text.prompt must have at least one character, got ''")
         return encode(self.prompt, str(config.vocabulary), "--text.prompt")[None]
 
-    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Writes with a generator of its own: training draws the same numbers with and without."""
         if not self.enabled or trainer.sanity_checking:
             return
-        assert isinstance(pl_module, LanguageModule)
         prompt = self._prompt(pl_module)
         with measured(pl_module) as model:
             room = self.length if model.config.any_length else model.config.max_len - prompt.shape[1]

@@ -60,11 +60,10 @@ class Report(L.Callback):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Writes the report, in the first process."""
         assert isinstance(pl_module, LanguageModule)
-        if not self.enabled or trainer.log_dir is None:
+        place = trainer.log_dir  # of all processes: the first one tells the others
+        if not self.enabled or place is None or not trainer.is_global_zero:
             return
-        folder = Path(trainer.log_dir) / "report"
-        if not trainer.is_global_zero:
-            return
+        folder = Path(place) / "report"
         folder.mkdir(parents=True, exist_ok=True)
         pictures = draw(self.rows, folder)
         text = summary(self.rows, pl_module, _speed(trainer), _text(trainer), pictures)
@@ -86,10 +85,9 @@ def curve(rows: Sequence[Row], name: str) -> tuple[list[float], list[float]]:
 
 def draw(rows: Sequence[Row], folder: Path) -> list[str]:
     """Draws loss.png, bits.png and certificate.png where there are points; returns what it drew."""
-    drawn = []
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg", force=False)
+    drawn = []
     pictures = {
         "loss": ("nats per character", "linear", {"train/nats": "training", "val/nats": "validation"}),
         "bits": ("bits per character", "linear", {"val/bits": "validation"}),
@@ -100,8 +98,6 @@ def draw(rows: Sequence[Row], folder: Path) -> list[str]:
         ),
     }
     for name, (label, scale, curves) in pictures.items():
-        from matplotlib.figure import Figure
-
         figure = Figure(figsize=(6, 4), layout="constrained")
         axes = figure.subplots()
         for key, title in curves.items():

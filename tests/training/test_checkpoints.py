@@ -9,15 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from lipformer.models import VARIANTS
+from tests.training.tiny import checkpoint
 from training.checkpoints import CheckpointFiles, load_model, read_checkpoint, write_checkpoint
 from training.errors import BadInput
-
-
-def checkpoint(**options: Any) -> dict[str, Any]:
-    model = VARIANTS["l2"](5, dim=8, num_heads=2, num_layers=1, vocabulary="abcde", **options)
-    weights = {f"model.{name}": value for name, value in model.state_dict().items()}
-    return {"lipformer": {"config": model.config.to_dict()}, "state_dict": weights}
 
 
 def test_a_checkpoint_comes_back(tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from lipformer.models import VARIANTS, LanguageModel
+from lipformer.models import LanguageModel
 from tests.training.tiny import LIGHTNING_WARNINGS, write_corpus
+from tests.training.tiny import checkpoint as untrained
 from training.__main__ import main
 from training.checkpoints import write_checkpoint
 from training.monitors import Throughput
@@ -59,19 +60,15 @@ def tiny(tmp_path: Path) -> list[object]:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """A checkpoint of an untrained model that knows five letters."""
-    options = {"dim": 8, "num_heads": 2, "num_layers": 1, "vocabulary": "abcde"}
-    return saved("lipschitz", tmp_path / "letters.ckpt", **options)
+    return saved("lipschitz", tmp_path)
 
 
-def saved(variant: str, path: Path, **options: object) -> Path:
-    model = VARIANTS[variant](5, **options)
-    weights = {f"model.{name}": value for name, value in model.state_dict().items()}
-    config = {"config": model.config.to_dict()}
-    loops = {"fit_loop": {}, "validate_loop": {}}
-    run = {"pytorch-lightning_version": "2.6.0", "global_step": 1, "loops": loops}
-    run |= {"optimizer_states": [{}], "lr_schedulers": [{}]}
-    write_checkpoint({"lipformer": config, "state_dict": weights, **run}, path)
+def saved(variant: str, folder: Path) -> Path:
+    """The checkpoint of a run that did nothing."""
+    path = folder / f"{variant}.ckpt"
+    write_checkpoint(
+        {**untrained(variant), "pytorch-lightning_version": "2.6.0", "global_step": 1}, path
+    )
     return path
 
 
@@ -246,8 +243,7 @@ def test_an_unknown_option_or_value_is_refused(
 
 
 def test_variants_without_a_certificate_say_so(command: Run, tmp_path: Path) -> None:
-    options = {"dim": 8, "num_heads": 2, "num_layers": 1, "vocabulary": "abcde"}
-    path = saved("dot_product", tmp_path / "dot.ckpt", **options)
+    path = saved("dot_product", tmp_path)
     code, out, _ = command("certify", path, "--steps", 1, "--restarts", 2, "--length", 5)
     assert code == 1
     assert "no certificate: 'body.trunk.0.branch.1' (DotProductAttention) cannot be certified" in out

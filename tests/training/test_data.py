@@ -20,7 +20,6 @@ PTB = Path("/work/shared/data/ptb")
 
 def test_ptb_lines_become_characters() -> None:
     assert corpus.ptb("  no it was n't black monday \r") == "no_it_was_n't_black_monday"
-    assert corpus.plain(" a b ") == " a b "
 
 
 def test_numbers_lead_back_to_the_text() -> None:

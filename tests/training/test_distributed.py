@@ -100,9 +100,9 @@ def test_two_processes_learn_what_one_learns(
         torch.testing.assert_close(first["weights"][name], value, rtol=1e-4, atol=1e-5)
     # Each process has its part of the sum over the whole batch's mean number of symbols.
     for whole, mine, theirs in zip(one["train"], first["train"], second["train"], strict=True):
-        assert whole[:3] == mine[:3] == theirs[:3]
-        assert (mine[3] + theirs[3]) / 2 == pytest.approx(whole[3], abs=1e-5)
-    for (step, whole_loss), (same, loss) in zip(one["valid"], first["valid"], strict=True):
+        assert whole[:4] == mine[:4] == theirs[:4]
+        assert (mine[4] + theirs[4]) / 2 == pytest.approx(whole[4], abs=1e-5)
+    for (*step, whole_loss), (*same, loss) in zip(one["valid"], first["valid"], strict=True):
         assert step == same
         assert loss == pytest.approx(whole_loss, abs=1e-5)
     torch.testing.assert_close(first["logits"], first["plain"], rtol=1e-5, atol=1e-6)

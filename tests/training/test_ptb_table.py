@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lipformer.models import LanguageModel, LanguageModelConfig
 from recipes.ptb.table import Run, main, read_run, table
+from tests.training.tiny import checkpoint
 from training.checkpoints import write_checkpoint
 from training.errors import BadInput
 
@@ -18,15 +18,13 @@ RUN = Run("l2", 10, 100, 1.5, (8.0, 9.0), (2.0, 3.0), 1000.0, None)
 
 def write_run(folder: Path, nats: float, bound: object = 9.0, estimate: object = 3.0) -> int:
     """A finished run; returns its number of parameters."""
-    model = LanguageModel(LanguageModelConfig("l2", 5, dim=8, num_heads=2, num_layers=1))
-    state = {f"model.{name}": value for name, value in model.state_dict().items()}
-    checkpoint = {"lipformer": {"config": model.config.to_dict()}, "state_dict": state}
-    write_checkpoint(checkpoint, folder / "checkpoints" / "last.ckpt")
+    saved = checkpoint("l2")
+    write_checkpoint(saved, folder / "checkpoints" / "last.ckpt")
     (folder / "metrics.csv").write_text(
         "certificate/bound,certificate/estimate,step,train/characters_per_second,val/nats\n"
         f",,49,500,\n8.0,2.0,49,,2.0\n,,99,700,\n{bound},{estimate},99,,{nats}\n"
     )
-    return sum(p.numel() for p in model.parameters())
+    return sum(weight.numel() for weight in saved["state_dict"].values())
 
 
 def test_a_run_is_read(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import lightning as L
 
-from lipformer.models import LanguageModelConfig
+from lipformer.models import VARIANTS, LanguageModelConfig
 from training.checkpoints import CheckpointFiles
 from training.data import CharacterData
 from training.module import VARIANT, LanguageModule
@@ -68,28 +68,39 @@ def trainer(**options: Any) -> L.Trainer:
     return L.Trainer(**{**given, **options})
 
 
+def checkpoint(variant: str = "l2", **options: Any) -> dict[str, Any]:
+    """What a checkpoint holds of an untrained model that knows five letters."""
+    given = {"dim": 8, "num_heads": 2, "num_layers": 1, "vocabulary": "abcde", **options}
+    model = VARIANTS[variant](5, **given)
+    weights = {f"model.{name}": value for name, value in model.state_dict().items()}
+    return {"lipformer": {"config": model.config.to_dict()}, "state_dict": weights}
+
+
 class Losses(L.Callback):
     """What a run's batches and validations gave, in order.
 
     Attributes:
-        train: epoch, number of the batch, steps done after it, loss.
-        valid: steps done, loss.
+        train: epoch, number of the batch, steps done after it, step it is logged as, loss.
+        valid: steps done, step it is logged as, loss.
     """
 
     def __init__(self) -> None:
-        self.train: list[tuple[int, int, int, float]] = []
-        self.valid: list[tuple[int, float]] = []
+        self.train: list[tuple[int, int, int, int, float]] = []
+        self.valid: list[tuple[int, int, float]] = []
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        done = trainer.global_step
-        self.train.append((trainer.current_epoch, batch_idx, done, outputs["loss"].item()))
+        where = trainer.current_epoch, batch_idx, *self._steps(trainer)
+        self.train.append((*where, outputs["loss"].item()))
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.valid.append((trainer.global_step, float(trainer.callback_metrics["val/nats"])))
+        self.valid.append((*self._steps(trainer), float(trainer.callback_metrics["val/nats"])))
 
-    def after(self, step: int) -> list[tuple[int, int, int, float]]:
-        """The batches after the one that made step number `step`."""
-        first = next(i for i, batch in enumerate(self.train) if batch[2] == step)
-        return self.train[first + 1 :]
+    def _steps(self, trainer: L.Trainer) -> tuple[int, int]:
+        return trainer.global_step, trainer.fit_loop.epoch_loop._batches_that_stepped
+
+    def after(self, step: int) -> tuple[list[Any], list[Any]]:
+        """The batches after the one that made step number `step`, and the validations after it."""
+        first = next((i for i, batch in enumerate(self.train) if batch[2] == step), -1)
+        return self.train[first + 1 :], [found for found in self.valid if found[0] > step]
