@@ -105,9 +105,7 @@ def test_a_missed_target_is_reported(key: str, seconds: float, name: str, missed
 
 
 @pytest.mark.parametrize(("peak", "passed"), [(None, None), (999_000_000, True), (1_001_000_000, False)])
-def test_memory_is_judged_and_what_was_not_measured_is_not(
-    peak: int | None, passed: bool | None
-) -> None:
+def test_memory_is_judged_and_what_is_absent_is_not(peak: int | None, passed: bool | None) -> None:
     *times, memory = attention.judge({}, peak)
     assert memory["passed"] is passed
     assert {verdict["passed"] for verdict in times} == {None}

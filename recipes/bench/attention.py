@@ -173,29 +173,27 @@ def show_tables(document: dict[str, Any]) -> None:
     every = [row for rows in document["lengths"].values() for row in rows if "skipped" in row]
     for reason in sorted({f"{row['label']}: {row['skipped']}" for row in every}):
         print(reason)
-    memory = [
-        {
-            "layer": variant(key).label,
-            "process, MB": bytes_ and bytes_["peak"] / 1e6,
-            "of these the pass": bytes_ and (bytes_["peak"] - bytes_["before"]) / 1e6,
-        }
-        for key, bytes_ in document["memory"].items()
-    ]
-    show(memory, f"peak memory, one sequence of {s['memory_length']} tokens")
-    targets = []
-    for t in document["targets"]:
-        m = t["measured"]
-        targets.append(
+    show(
+        [
+            {"layer": variant(key).label, **{f"{k}, MB": v / 1e6 for k, v in (found or {}).items()}}
+            for key, found in document["memory"].items()
+        ],
+        f"a process's memory, its peak and before the pass, one sequence of {s['memory_length']} tokens",
+    )
+    words = {True: "met", False: "MISSED", None: "not measured"}
+    show(
+        [
             {
                 "target": t["name"],
                 "N": t["length"],
-                "measured (quartiles)": m and f"{m['median']:.3f} ({m['low']:.3f} to {m['high']:.3f})",
                 "limit": f"{'≤' if t['at_most'] else '≥'} {t['limit']:.2f}",
-                "": {True: "met", False: "MISSED", None: "not measured"}[t["passed"]]
-                + (", unclear" if t["clear"] is False else ""),
+                **(t["measured"] or dict.fromkeys(Ratio.__annotations__)),
+                "": words[t["passed"]] + (", unclear" if t["clear"] is False else ""),
             }
-        )
-    show(targets, "targets")
+            for t in document["targets"]
+        ],
+        "targets",
+    )
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:

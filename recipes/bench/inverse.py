@@ -61,27 +61,23 @@ def branches(dim: int, heads: int, length: int, coeff: float) -> dict[str, Inver
 
 
 def peer_solvers(net: nn.Module, dim: int) -> dict[str, Callable[[Tensor], Tensor]]:
-    """The inverses of normflows and FrEIA around this branch; those that are installed."""
-    found: dict[str, Callable[[Tensor], Tensor]] = {}
+    """The inverses of normflows and FrEIA around this branch."""
     with warnings.catch_warnings():
         # FrEIA's docstrings have invalid escapes, which Python warns of when it compiles them.
         warnings.simplefilter("ignore")
         try:
-            from normflows.flows import Residual
-
-            residual = Residual(net, reverse=False).eval()
-            found["normflows Residual"] = lambda y: residual.iresblock.inverse(y)
-        except ImportError as error:
-            print(f"normflows is not installed ({error}): pip install 'lipformer[flows]'")
-        try:
             from FrEIA.modules import IResNetLayer
-
-            layer = IResNetLayer([(dim,)])
-            layer.residual = net
-            found["FrEIA IResNetLayer"] = lambda y: layer([y], rev=True, jac=False)[0][0]
+            from normflows.flows import Residual
         except ImportError as error:
-            print(f"FrEIA is not installed ({error}): pip install 'lipformer[flows]'")
-    return found
+            raise SystemExit(
+                f"the peers are missing ({error}): pip install 'lipformer[flows]'"
+            ) from error
+    residual, layer = Residual(net, reverse=False).eval(), IResNetLayer([(dim,)])
+    layer.residual = net
+    return {
+        "normflows Residual": residual.iresblock.inverse,
+        "FrEIA IResNetLayer": lambda y: layer([y], rev=True, jac=False)[0][0],
+    }
 
 
 @torch.no_grad()

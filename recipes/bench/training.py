@@ -25,14 +25,12 @@ from training.optimisers import adamw
 RECIPES = Path(__file__).resolve().parents[1] / "ptb" / "small"
 BASELINE = "dot_product"
 _VOCABULARY = 50
-_TRAINING = ("schedule", "lr", "warmup", "weight_decay", "compile")
 
 
 def config_of(recipe: Path, block: int, **changes: Any) -> LanguageModelConfig:
     """What the model of a recipe is made of, with some of its options changed."""
-    options: dict[str, Any] = yaml.safe_load(recipe.read_text(encoding="utf-8"))["model"]
-    shape = {k: v for k, v in {**options, **changes}.items() if k not in _TRAINING}
-    return LanguageModelConfig(vocab_size=_VOCABULARY, max_len=block, **shape)
+    options: dict[str, Any] = yaml.safe_load(recipe.read_text(encoding="utf-8"))["model"]["config"]
+    return LanguageModelConfig(**{**options, **changes}, vocab_size=_VOCABULARY, max_len=block)
 
 
 def model_of(recipe: Path, block: int, **changes: Any) -> LanguageModel:

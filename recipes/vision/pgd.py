@@ -81,16 +81,14 @@ def pgd_accuracy(
     images: Tensor,
     labels: Tensor,
     eps: float,
-    *,
-    steps: int = 20,
-    restarts: int = 2,
     batch_size: int = 500,
+    **options: int,
 ) -> float:
-    """The part of the images that the model gets right at the worst points found."""
+    """The part of the images that the model gets right at the worst points found by :func:`pgd`."""
     generator = torch.Generator().manual_seed(0)
     right = 0
     for x, y in zip(images.split(batch_size), labels.split(batch_size), strict=True):
-        found = pgd(model, x, y, eps, steps=steps, restarts=restarts, generator=generator)
+        found = pgd(model, x, y, eps, generator=generator, **options)
         with torch.no_grad():
             right += int((lead(model(found), y) > 0).sum())
     return right / len(images)

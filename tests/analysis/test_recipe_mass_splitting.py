@@ -27,9 +27,3 @@ def test_it_writes_table_and_picture(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert all(float(row["attack"]) > 0.9 * float(row["split"]) for row in decided)
     assert (out / "mass_splitting.png").stat().st_size > 10_000
     assert sorted(path.name for path in out.iterdir()) == ["mass_splitting.csv", "mass_splitting.png"]
-
-
-def test_bad_sizes_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        mass_splitting.main(["--tokens", "3", "4"])
-    assert "--tokens must be odd numbers >= 3, got [3, 4]" in capsys.readouterr().err
