@@ -1,9 +1,10 @@
 """Invertible blocks, their log-determinants, and normalising flows made of them.
 
 Start with :class:`AttentionFlow`, a density of sets or sequences (B, T, D): ``log_prob``, ``sample``. It
-is made of :class:`InvertibleResidual`, :class:`ActNorm`, :class:`InvertibleLinear` and
+is a :class:`Flow` of :class:`InvertibleResidual`, :class:`ActNorm`, :class:`InvertibleLinear` and
 :class:`Permutation`, which all have ``forward``, ``inverse``, ``forward_and_log_det`` and
-``inverse_and_log_det``. ``to_*`` put them into other flow libraries. See docs/flows.md.
+``inverse_and_log_det``, and so has :class:`InvertibleSequential`, a stack of them. ``to_*`` put
+them into other flow libraries. See docs/flows.md.
 """
 
 from lipformer.flows.act_norm import ActNorm
@@ -16,6 +17,7 @@ from lipformer.flows.adapters import (
     to_zuko,
 )
 from lipformer.flows.attention_flow import AttentionFlow
+from lipformer.flows.composition import Flow, InvertibleSequential
 from lipformer.flows.invertible_residual import InvertibleResidual
 from lipformer.flows.linear import InvertibleLinear, Permutation
 from lipformer.flows.log_det.exact import supports_causal
@@ -26,8 +28,10 @@ from lipformer.flows.solve.fixed_point import NotConverged, Record, solve_fixed_
 __all__ = [
     "ActNorm",
     "AttentionFlow",
+    "Flow",
     "InvertibleLinear",
     "InvertibleResidual",
+    "InvertibleSequential",
     "LogDet",
     "NotConverged",
     "Permutation",

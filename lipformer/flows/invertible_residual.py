@@ -6,18 +6,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from lipformer.certificate import Ask, Bound, register_bound, weighted_sum
 from lipformer.certificate.bounds import NORMS
-from lipformer.flows.log_det.exact import check_causal, supports_causal
-from lipformer.flows.log_det.methods import METHODS, LogDet, residual_log_det
-from lipformer.flows.masked_branch import masked_branch
+from lipformer.flows.log_det.exact import check_causal
+from lipformer.flows.log_det.methods import AUTO, METHODS, LogDet, residual_log_det
+from lipformer.flows.masked_branch import (
+    check_batch_first,
+    check_tokens,
+    masked_branch,
+    refuse_dropout,
+)
 from lipformer.flows.solve.causal import solve_causal
 from lipformer.flows.solve.fixed_point import Branch, Record, solve_fixed_point
 from lipformer.flows.solve.implicit import attach_gradient
 from lipformer.flows.solve.norms import DUAL_MEASURES, MEASURES
-from lipformer.layers import Contractive, L2MultiheadAttention, frozen, layout
+from lipformer.layers import Contractive, frozen, layout
 from lipformer.layers.branch import Call
 from lipformer.layers.decoding import Cache, register_step, select_cache, step_module
 from lipformer.layers.freezing import Freezable
@@ -49,8 +53,10 @@ class InvertibleResidual(Freezable):
         mode: "norm" or "causal".
         norm: mode "norm": "l2", "token", "linf", or None for the one with the smallest bound.
         seq_len: the largest number of tokens.
-        log_det: default method, "exact", "causal", "series" or "roulette"; None for "causal" where
-            the branch is causal, else "roulette".
+        log_det: default method, "exact", "causal", "series" or "roulette". None is "auto": "causal"
+            where the branch is causal, else "roulette" in training; in eval mode what is exact, or the
+            best that is affordable (:func:`residual_log_det`). In eval mode the two estimates give way
+            to "auto" as well, unless a generator comes with the call or the call names them.
         terms: terms of "series", or sure terms of "roulette"; None for their defaults.
         probes: random probes of the estimators.
         accelerate: use Anderson acceleration in the inverse.
@@ -58,6 +64,7 @@ class InvertibleResidual(Freezable):
     Attributes:
         branch: f, a Contractive.
         record: the :class:`Record` of the last inverse, or None; neither saved nor copied.
+        log_det_record: the :class:`LogDet` of the last log-determinant, without its graph, likewise.
 
     Example:
         >>> import lipformer as lf
@@ -92,39 +99,29 @@ class InvertibleResidual(Freezable):
             raise ValueError(f"norm must be one of {allowed} in mode {mode!r}, got {norm!r}")
         if log_det is not None and log_det not in METHODS:
             raise ValueError(f"log_det must be one of {', '.join(METHODS)} or None, got {log_det!r}")
-        if not isinstance(branch, nn.Module):
-            raise TypeError(f"branch must be a torch.nn.Module, got {type(branch).__name__}")
+        check_batch_first(branch)
         for name, part in branch.named_modules():
-            if isinstance(part, L2MultiheadAttention) and not part.batch_first:
-                raise ValueError(
-                    f"attention in an invertible block works on (B, T, D): build {name or 'branch'} "
-                    "with batch_first=True, got batch_first=False"
-                )
             if getattr(part, "inplace", False) is True:
                 raise ValueError(
                     f"{name or 'branch'} ({type(part).__name__}) overwrites the block's input: build "
                     "it with inplace=False"
                 )
-        for given, number in (("terms", terms), ("probes", probes)):
-            if not (given == "terms" and number is None) and (
-                isinstance(number, bool) or not isinstance(number, int) or number < 1
-            ):
-                raise ValueError(f"{given} must be an integer >= 1, got {number!r}")
         norm = "self" if mode == "causal" else norm
         self.branch: nn.Module = Contractive(branch, coeff, norm=norm, seq_len=seq_len)
         self.coeff = float(coeff)
         self.mode = mode
         if log_det == "causal":
             check_causal(branch)
-        self.log_det_method = log_det or ("causal" if supports_causal(branch) else "roulette")
+        self.log_det_method = log_det or AUTO
         self.terms = terms
         self.probes = probes
         self.accelerate = accelerate
         self.record: Record | None = None
+        self.log_det_record: LogDet | None = None
         self._baked_norm: str | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "record": None}
+        return {**super().__getstate__(), "record": None, "log_det_record": None}
 
     def norm_in_use(self) -> str:
         """The norm that the branch contracts in: "l2", "token", "linf", or "self" in mode "causal"."""
@@ -138,7 +135,7 @@ class InvertibleResidual(Freezable):
 
     def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """x + f(x), (B, T, D) -> (B, T, D); ``key_padding_mask`` (B, T) is True at padded tokens."""
-        _check_tokens(x)
+        check_tokens(x)
         return x + masked_branch(self.branch, x, layout.padding(key_padding_mask, x))
 
     def inverse(
@@ -178,8 +175,8 @@ class InvertibleResidual(Freezable):
         max_iter: int = 1000,
     ) -> tuple[Tensor, Record]:
         """The inverse and its record; see :meth:`inverse`."""
-        _check_tokens(y)
-        self._refuse_dropout()
+        check_tokens(y)
+        refuse_dropout(self.branch)
         padding = layout.padding(key_padding_mask, y)
 
         def fn(x: Tensor) -> Tensor:
@@ -263,7 +260,7 @@ class InvertibleResidual(Freezable):
         method: str | None = None,
         generator: torch.Generator | None = None,
     ) -> LogDet:
-        """log|det dy/dx| at x with its error bound; see :func:`residual_log_det`."""
+        """log|det dy/dx| at x with its errors; see :func:`residual_log_det`."""
         return self._log_det(x, key_padding_mask, method, generator)[1]
 
     def _log_det(
@@ -273,19 +270,22 @@ class InvertibleResidual(Freezable):
         method: str | None,
         generator: torch.Generator | None,
     ) -> tuple[Tensor, LogDet]:
-        _check_tokens(x)
-        method = self.log_det_method if method is None else method
-        estimated = method in ("series", "roulette")
-        return residual_log_det(
+        if method is None:
+            method = self.log_det_method
+            if method in ("series", "roulette") and not self.training and generator is None:
+                method = AUTO
+        out, log_det = residual_log_det(
             self.branch,
             x,
             method=method,
             rate=self.coeff,
             key_padding_mask=key_padding_mask,
-            generator=generator if estimated else None,
-            terms=self.terms if estimated else None,
+            generator=generator,
+            terms=self.terms,
             probes=self.probes,
         )
+        self.log_det_record = log_det.detach()
+        return out, log_det
 
     @torch.no_grad()
     def inverse_step(
@@ -304,8 +304,8 @@ class InvertibleResidual(Freezable):
         Returns:
             The new tokens x and the cache to go on with.
         """
-        _check_tokens(y)
-        self._refuse_dropout()
+        check_tokens(y)
+        refuse_dropout(self.branch)
         padding = layout.padding(key_padding_mask, y)
 
         def branch(x: Tensor, index: Tensor) -> Tensor:
@@ -320,15 +320,6 @@ class InvertibleResidual(Freezable):
             _, cache = step_module(self.branch, x, cache, padding)
         return x if padding is None else torch.where(padding.unsqueeze(-1), y, x), cache
 
-    def _refuse_dropout(self) -> None:
-        for name, part in self.branch.named_modules():
-            p = part.p if isinstance(part, _DropoutNd) else getattr(part, "dropout", 0.0)
-            if part.training and isinstance(p, float) and p > 0.0:
-                raise RuntimeError(
-                    f"dropout (p={p} in branch.{name}) makes forward random, so that it has no inverse: "
-                    "call .eval() before inverse, or build the branch without dropout"
-                )
-
     def _in_own_dtype(self, y: Tensor) -> Tensor:
         """y in the dtype of the weights, which may be wider (under autocast) but not narrower."""
         own = next((p.dtype for p in self.branch.parameters() if p.is_floating_point()), y.dtype)
@@ -338,12 +329,6 @@ class InvertibleResidual(Freezable):
 
     def extra_repr(self) -> str:
         return f"coeff={self.coeff}, mode={self.mode!r}, log_det={self.log_det_method!r}"
-
-
-def _check_tokens(x: Tensor) -> None:
-    if not isinstance(x, Tensor) or x.ndim != 3 or not x.is_floating_point():
-        got = f"{tuple(x.shape)}, {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(f"an invertible block takes floating-point tokens (B, T, D), got {got}")
 
 
 def _is_frozen(module: nn.Module) -> bool:
@@ -363,13 +348,15 @@ def _(module: InvertibleResidual, ask: Ask) -> Bound:
 def _(module: InvertibleResidual) -> nn.Module:
     # The baked branch no longer knows its norm, which the inverse needs.
     module._baked_norm = module.norm_in_use()
+    training = module.branch.training
     module.branch = bake_in_place(module.branch)
+    module.branch.training = training  # it decides how log-determinants are found
     return module
 
 
 @register_step(InvertibleResidual)
 def _(module: InvertibleResidual, x: Tensor, cache: Cache, call: Call) -> tuple[Tensor, Cache]:
-    _check_tokens(x)
+    check_tokens(x)
     padding = layout.padding(call.key_padding_mask, x)
     out, cache = step_module(module.branch, without_padding(x, padding), cache, padding)
     return x + without_padding(same_shape(x, out), padding), cache

@@ -1,10 +1,16 @@
-"""A branch as a map of the unpadded tokens alone."""
+"""A branch as one fixed map of the unpadded tokens alone, and what its derivatives need."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
+import torch
 from torch import Tensor, nn
 
-from lipformer.layers.branch import call_branch
+from lipformer.estimates.jacobian_products import differentiable_kernels
+from lipformer.layers import frozen
+from lipformer.layers.branch import active_dropout, call_branch
 from lipformer.layers.layout import without_padding
 from lipformer.layers.residual import same_shape
 
@@ -17,3 +23,41 @@ def masked_branch(branch: nn.Module, x: Tensor, padding: Tensor | None) -> Tenso
     """
     out = call_branch(branch, without_padding(x, padding), padding)
     return without_padding(same_shape(x, out), padding)
+
+
+def check_tokens(x: Tensor) -> None:
+    """Raises unless x is of floating-point tokens (B, T, D)."""
+    if not isinstance(x, Tensor) or x.ndim != 3 or not x.is_floating_point():
+        got = f"{tuple(x.shape)}, {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"an invertible block takes a floating-point tensor (B, T, D), got {got}")
+
+
+def check_batch_first(branch: nn.Module) -> None:
+    """Raises where a part would take tokens for samples."""
+    for path, part in branch.named_modules():
+        if getattr(part, "batch_first", True) is False:
+            raise ValueError(
+                f"events are (B, T, D): build {path or 'the branch'} ({type(part).__name__}) with "
+                "batch_first=True, got batch_first=False"
+            )
+
+
+def refuse_dropout(branch: nn.Module) -> None:
+    """Raises where a part is random: the inverse and the density are those of one fixed map."""
+    for path, p in active_dropout(branch).items():
+        raise RuntimeError(
+            f"dropout (p={p} in {path or 'the branch'}) makes the block random, so that it has neither "
+            "inverse nor density: call .eval() before, or build the branch without dropout"
+        )
+
+
+@contextlib.contextmanager
+def derivatives(branch: nn.Module, x: Tensor) -> Iterator[None]:
+    """Gradients on, and what derivatives need: no autocast, no fused kernels, weights derived once."""
+    with (
+        torch.inference_mode(False),
+        differentiable_kernels(),
+        torch.autocast(x.device.type, enabled=False),
+        frozen(branch),
+    ):
+        yield

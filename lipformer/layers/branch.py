@@ -6,6 +6,7 @@ import inspect
 from typing import NamedTuple
 
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from lipformer.certificate.torch_rules import mixed_axes, parts_of
 
@@ -68,3 +69,13 @@ def one_layout(branch: nn.Module) -> nn.Module:
     if mixed is not None:
         raise ValueError(f"{mixed}; build attention with batch_first=True")
     return branch
+
+
+def active_dropout(module: nn.Module) -> dict[str, float]:
+    """The parts that are random now, in training mode: their paths and probabilities."""
+    found = {}
+    for path, part in module.named_modules():
+        p = part.p if isinstance(part, _DropoutNd) else getattr(part, "dropout", 0.0)
+        if part.training and isinstance(p, (int, float)) and p > 0:
+            found[path] = float(p)
+    return found

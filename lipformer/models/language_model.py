@@ -9,13 +9,12 @@ import contextlib
 import math
 from collections import OrderedDict
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lipformer.certificate import Ask, Bound, register_bound
-from lipformer.flows import InvertibleResidual
+from lipformer.flows import InvertibleSequential
 from lipformer.layers import frozen, step_module
 from lipformer.models.config import LanguageModelConfig
 from lipformer.models.parts import sinusoids
@@ -142,13 +141,8 @@ class LanguageModel(SavedModel):
         """
         if self.config.variant != "invertible":
             raise ValueError(f"invert needs the variant 'invertible', got {self.config.variant!r}")
-        x = hidden
         with frozen(self):
-            for block in reversed(self.trunk):
-                solves = isinstance(block, InvertibleResidual)
-                options: dict[str, Any] = {"tol": tol, "max_iter": max_iter} if solves else {}
-                x = block.inverse(x, **options)  # type: ignore[operator]
-        return x
+            return InvertibleSequential(*self.trunk).inverse(hidden, tol=tol, max_iter=max_iter)
 
     @torch.no_grad()
     def initialize(self, tokens: Tensor) -> None:

@@ -240,12 +240,6 @@ def test_log_dets_of_both_directions(mode: str, method: str) -> None:
     torch.testing.assert_close(minus, -log_det, rtol=0, atol=1e-9)
 
 
-def test_the_default_log_det() -> None:
-    assert block("attention", 0.9, "causal").log_det_method == "causal"
-    assert block("attention").log_det_method == "roulette"
-    assert block("feed-forward").log_det_method == "causal"
-
-
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_not_finite_raises_at_once(bad: float) -> None:
     for mode in ("norm", "causal"):

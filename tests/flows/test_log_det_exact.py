@@ -44,8 +44,8 @@ def test_equals_slogdet_of_the_autograd_jacobian(name: str, padded: bool) -> Non
         expected = expected.masked_fill(padding.unsqueeze(-1), 0.0)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
     assert found.value.abs().min() > 1e-4
-    assert found.error_bound is not None
-    assert not found.error_bound.any()
+    assert found.truncation_error is not None
+    assert not found.truncation_error.any()
     assert found.terms == 0
 
 
@@ -184,14 +184,14 @@ class TestEveryMethod:
         attending = lf.Contractive(attention(causal=True, dropout=0.2), 0.5, seq_len=4)
         branches: dict[str, nn.Module] = {
             r"module \(L2MultiheadAttention\).*batch_first=False": tokens_first,
-            r"module \(L2MultiheadAttention\).*p=0.2": attending,
-            r"dropout \(Dropout\).*p=0.1": lf.Contractive(lf.FeedForward(4, 8, dropout=0.1), 0.5),
+            "p=0.2 in module": attending,
+            "p=0.1 in module.dropout": lf.Contractive(lf.FeedForward(4, 8, dropout=0.1), 0.5),
             "keep the shape": nn.Linear(4, 1),
             "max_len is 3, got": lf.Contractive(attention(causal=True), 0.5, seq_len=3),
             "seq_len is 3, got": lf.Contractive(smooth_feed_forward(), 0.5, seq_len=3),
         }
         for message, branch in branches.items():
-            with pytest.raises(ValueError, match=message):
+            with pytest.raises((ValueError, RuntimeError), match=message):
                 log_det(branch, x, method, 0.5)
         log_det(attending.eval(), x, method, 0.5)
 

@@ -70,11 +70,6 @@ class TestWeights:
         p = 0.9 ** (7 - EXACT_TERMS)
         assert bool(((reached / draws - p).abs() <= 4 * math.sqrt(p * (1 - p) / draws)).all())
 
-    @pytest.mark.parametrize("rate", [0.0, 1.0, 1.5])
-    def test_other_rates_are_refused(self, rate: float) -> None:
-        with pytest.raises(ValueError, match=f"rate in \\(0, 1\\), got {rate}"):
-            continuation(rate)
-
 
 def within(draws: Tensor, exact: Tensor, errors: float = 4.0) -> None:
     """The mean over the first dimension agrees with ``exact`` to so many standard errors."""
@@ -93,7 +88,7 @@ class TestUnbiased:
         # One event as a batch: each sample has a probe and a number of terms of its own.
         x = one.repeat(DRAWS, 1, 1).requires_grad_()
         found = log_det(branch, x, "roulette", coeff, seed=0)
-        assert found.error_bound is None
+        assert found.truncation_error is None
         exact = log_det_oracle(branch, one)[0]
         within(found.value.detach(), exact)
         spread = found.value.detach().std().item()

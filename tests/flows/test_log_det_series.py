@@ -79,7 +79,7 @@ class TestMean:
         x = torch.randn(3, 2)
         exact = log_det_oracle(branch, x[None])[0]
         error = (mean_over_all_probes(branch, x, terms) - exact).abs().item()
-        bound = log_det(branch, x[None], "series", coeff, terms=terms).error_bound
+        bound = log_det(branch, x[None], "series", coeff, terms=terms).truncation_error
         assert bound is not None
         assert error <= bound.item()
         if name == "minus the identity":
@@ -98,12 +98,12 @@ class TestMean:
         padding = torch.tensor([[False, False, True], [False, True, True]])
         found = log_det(branch, torch.randn(2, 3, 2), "series", terms=4, key_padding_mask=padding)
         expected = truncation_error(0.9, 4) * torch.tensor([4.0, 2.0])
-        torch.testing.assert_close(found.error_bound, expected)
+        torch.testing.assert_close(found.truncation_error, expected)
 
     def test_float32_bounds_are_rounded_up(self) -> None:
         branch = small_branches()["attention"].float()
         x = torch.randn(2, 3, 2, dtype=torch.float32)
-        bound = log_det(branch, x, "series", terms=7).error_bound
+        bound = log_det(branch, x, "series", terms=7).truncation_error
         assert bound is not None
         assert bound.dtype == torch.float32
         assert bound.double().min() > 6 * truncation_error(0.9, 7)

@@ -14,13 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipformer.flows.adapters.directions import (
-    Options,
-    check_block,
-    data_and_log_det,
-    data_of,
-    noise_of,
-)
+from lipformer.flows.adapters.directions import Adapted, Options
 from lipformer.flows.adapters.torch_transform import BlockTransform, NoiseToData
 
 
@@ -38,19 +32,14 @@ def _host(name: str, package: str) -> Any:
 def _normflows() -> type[nn.Module]:
     base: Any = _host("normflows.flows.base", "normflows").Flow
 
-    class NormflowsBlock(base):
+    class NormflowsBlock(Adapted, base):
         """A normflows Flow: forward is latent to data."""
 
-        def __init__(self, block: nn.Module, options: Options) -> None:
-            super().__init__()
-            self.block = check_block(block)
-            self.options = options
-
         def forward(self, z: Tensor) -> tuple[Tensor, Tensor]:
-            return data_and_log_det(self.block, z, self.options)
+            return self.data_and_log_det(z)
 
         def inverse(self, z: Tensor) -> tuple[Tensor, Tensor]:
-            return noise_of(self.block, z, self.options)
+            return self.noise_and_log_det(z)
 
     return NormflowsBlock
 
@@ -58,21 +47,16 @@ def _normflows() -> type[nn.Module]:
 def _nflows() -> type[nn.Module]:
     base: Any = _host("nflows.transforms.base", "nflows").Transform
 
-    class NflowsBlock(base):
+    class NflowsBlock(Adapted, base):
         """An nflows Transform: forward is data to noise."""
-
-        def __init__(self, block: nn.Module, options: Options) -> None:
-            super().__init__()
-            self.block = check_block(block)
-            self.options = options
 
         def forward(self, inputs: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
             _refuse_condition(context)
-            return noise_of(self.block, inputs, self.options)
+            return self.noise_and_log_det(inputs)
 
         def inverse(self, inputs: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
             _refuse_condition(context)
-            return data_and_log_det(self.block, inputs, self.options)
+            return self.data_and_log_det(inputs)
 
     return NflowsBlock
 
@@ -80,7 +64,7 @@ def _nflows() -> type[nn.Module]:
 def _freia() -> type[nn.Module]:
     base: Any = _host("FrEIA.modules", "FrEIA").InvertibleModule
 
-    class FreiaBlock(base):
+    class FreiaBlock(Adapted, base):
         """A FrEIA InvertibleModule: forward is data to latent, rev=True the other way."""
 
         def __init__(
@@ -91,13 +75,10 @@ def _freia() -> type[nn.Module]:
             block: nn.Module,
             options: Options | None = None,
         ) -> None:
-            super().__init__(dims_in, dims_c)
+            super().__init__(block, options or Options(), dims_in, dims_c)
             _refuse_condition(dims_c)
-            for dims in self.dims_in:
-                if len(dims) != 2:
-                    raise ValueError(f"events have shape (T, D), got dims_in={list(dims_in)}")
-            self.block = check_block(block)
-            self.options = Options() if options is None else options
+            if any(len(dims) != 2 for dims in self.dims_in):
+                raise ValueError(f"events have shape (T, D), got dims_in={list(dims_in)}")
 
         def forward(
             self,
@@ -109,10 +90,9 @@ def _freia() -> type[nn.Module]:
             _refuse_condition(c)
             (x,) = x_or_z
             if jac:
-                map_ = data_and_log_det if rev else noise_of
-                out, log_det = map_(self.block, x, self.options)
+                out, log_det = (self.data_and_log_det if rev else self.noise_and_log_det)(x)
                 return (out,), log_det
-            out = data_of(self.block, x, self.options) if rev else self.block(x)
+            out = self.data_of(x) if rev else self.block(x)
             # FrEIA adds what it gets, asked for or not.
             return (out,), x.new_zeros(x.shape[0])
 
@@ -127,13 +107,8 @@ def _freia() -> type[nn.Module]:
 def _zuko() -> type[nn.Module]:
     base: Any = _host("zuko.lazy", "zuko").LazyTransform
 
-    class ZukoBlock(base):
+    class ZukoBlock(Adapted, base):
         """A zuko LazyTransform: the transform it returns is data to noise."""
-
-        def __init__(self, block: nn.Module, options: Options) -> None:
-            super().__init__()
-            self.block = check_block(block)
-            self.options = options
 
         def forward(self, c: Tensor | None = None) -> torch.distributions.Transform:
             _refuse_condition(c)
@@ -147,16 +122,6 @@ def _pyro() -> type[nn.Module]:
 
     class PyroBlock(NoiseToData, base):
         """A Pyro TransformModule: call is noise to data."""
-
-        def __init__(self, block: nn.Module, options: Options, cache_size: int = 0) -> None:
-            super().__init__(cache_size=cache_size)
-            self.block = check_block(block)
-            self.options = options
-
-        def with_cache(self, cache_size: int = 1) -> PyroBlock:
-            if cache_size == self._cache_size:
-                return self
-            return PyroBlock(self.block, self.options, cache_size)
 
     return PyroBlock
 
@@ -188,91 +153,33 @@ def _refuse_condition(condition: object) -> None:
         raise ValueError("the block takes no condition (context, c), but got one")
 
 
-def to_normflows(
-    block: nn.Module,
-    *,
-    method: str | None = None,
-    generator: torch.Generator | None = None,
-    tol: float | None = None,
-    max_iter: int | None = None,
-) -> Any:
+def to_normflows(block: nn.Module, **options: Any) -> Any:
     """An invertible block as a Flow of normflows, of which forward is latent to data.
 
-    Args:
-        block: a module with forward, inverse, forward_and_log_det and inverse_and_log_det.
-        method: how its log-determinants are computed; default as the block was built.
-        generator: of random log-determinants.
-        tol: tolerance of its inverse.
-        max_iter: limit of its inverse.
+    Args: as in :func:`to_torch_transform`, here and below.
     """
-    return _class("NormflowsBlock")(block, Options(method, generator, tol, max_iter))
+    return _class("NormflowsBlock")(block, Options(**options))
 
 
-def to_nflows(
-    block: nn.Module,
-    *,
-    method: str | None = None,
-    generator: torch.Generator | None = None,
-    tol: float | None = None,
-    max_iter: int | None = None,
-) -> Any:
-    """An invertible block as a Transform of nflows, of which forward is data to noise.
-
-    Args: as in :func:`to_normflows`.
-    """
-    return _class("NflowsBlock")(block, Options(method, generator, tol, max_iter))
+def to_nflows(block: nn.Module, **options: Any) -> Any:
+    """An invertible block as a Transform of nflows, of which forward is data to noise."""
+    return _class("NflowsBlock")(block, Options(**options))
 
 
-def to_freia(
-    block: nn.Module,
-    dims_in: Sequence[tuple[int, ...]] = (),
-    *,
-    method: str | None = None,
-    generator: torch.Generator | None = None,
-    tol: float | None = None,
-    max_iter: int | None = None,
-) -> Any:
+def to_freia(block: nn.Module, dims_in: Sequence[tuple[int, ...]] = (), **options: Any) -> Any:
     """An invertible block as an InvertibleModule of FrEIA, of which forward is data to latent.
 
-    In a SequenceINN: ``inn.append(lambda dims_in: to_freia(block, dims_in))``.
-
-    Args:
-        block: as in :func:`to_normflows`, like the rest.
-        dims_in: FrEIA's list with the shape (T, D) of an event.
-        method: how its log-determinants are computed.
-        generator: of random log-determinants.
-        tol: tolerance of its inverse.
-        max_iter: limit of its inverse.
+    In a SequenceINN: ``inn.append(lambda dims_in: to_freia(block, dims_in))``, with FrEIA's list of the
+    shape (T, D) of an event.
     """
-    options = Options(method, generator, tol, max_iter)
-    return _class("FreiaBlock")(dims_in, block=block, options=options)
+    return _class("FreiaBlock")(dims_in, block=block, options=Options(**options))
 
 
-def to_zuko(
-    block: nn.Module,
-    *,
-    method: str | None = None,
-    generator: torch.Generator | None = None,
-    tol: float | None = None,
-    max_iter: int | None = None,
-) -> Any:
-    """An invertible block as a LazyTransform of zuko, whose transform is data to noise.
-
-    Args: as in :func:`to_normflows`.
-    """
-    return _class("ZukoBlock")(block, Options(method, generator, tol, max_iter))
+def to_zuko(block: nn.Module, **options: Any) -> Any:
+    """An invertible block as a LazyTransform of zuko, whose transform is data to noise."""
+    return _class("ZukoBlock")(block, Options(**options))
 
 
-def to_pyro(
-    block: nn.Module,
-    *,
-    method: str | None = None,
-    generator: torch.Generator | None = None,
-    tol: float | None = None,
-    max_iter: int | None = None,
-) -> Any:
-    """An invertible block as a TransformModule of Pyro, called with noise, returning data.
-
-    Args: as in :func:`to_normflows`.
-    """
-    return _class("PyroBlock")(block, Options(method, generator, tol, max_iter))
+def to_pyro(block: nn.Module, **options: Any) -> Any:
+    """An invertible block as a TransformModule of Pyro, called with noise, returning data."""
+    return _class("PyroBlock")(block, Options(**options))

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Transform, constraints
 
-from lipformer.flows.adapters.directions import Options, check_block, data_of, noise_of
+from lipformer.flows.adapters.directions import Adapted, Options
 
 
-class NoiseToData:
+class NoiseToData(Adapted):
     """The methods of a transform from noise to data, for torch's Transform and for Pyro's module.
 
     The density needs data to noise: it gives noise and log-determinant in one pass, which is kept, so
@@ -24,15 +24,13 @@ class NoiseToData:
     bijective = True
     sign = None  # of several coordinates there is none
 
-    block: nn.Module
-    options: Options
     _kept: tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]] | None = None
 
     def _call(self, x: Tensor) -> Tensor:
-        return data_of(self.block, x, self.options)
+        return self.data_of(x)
 
     def _inverse(self, y: Tensor) -> Tensor:
-        noise, log_det = noise_of(self.block, y, self.options)
+        noise, log_det = self.noise_and_log_det(y)
         self._kept = (noise, y, -log_det, self._moment(y))
         return noise
 
@@ -44,7 +42,7 @@ class NoiseToData:
             if all(torch.equal(before, after) for before, after in now):
                 return kept[2]
         # The log-determinant is a function of the data: no inverse is needed.
-        return -noise_of(self.block, y, self.options)[1]
+        return -self.noise_and_log_det(y)[1]
 
     def _moment(self, y: Tensor) -> tuple[Tensor, ...]:
         """What a pair depends on besides its tensors' identity, by value."""
@@ -52,6 +50,12 @@ class NoiseToData:
         sizes = [t.detach().double().norm() for t in tensors]
         grad = torch.tensor(torch.is_grad_enabled())
         return grad, y.detach().clone(), torch.stack(sizes) if sizes else grad
+
+    def with_cache(self, cache_size: int = 1) -> Any:
+        """The same transform with torch's own cache of the last pair."""
+        if cache_size == self._cache_size:  # type: ignore[attr-defined]  # of torch's Transform
+            return self
+        return type(self)(self.block, self.options, cache_size=cache_size)
 
     def __getstate__(self) -> dict[str, Any]:
         # Tensors of the last pass have a graph, which cannot be copied.
@@ -65,34 +69,14 @@ class NoiseToData:
 class BlockTransform(NoiseToData, Transform):  # type: ignore[misc]  # torch's are of wider types
     """An invertible block as torch's Transform; call: noise (*, T, D) to data (*, T, D)."""
 
-    def __init__(self, block: nn.Module, options: Options, cache_size: int = 0) -> None:
-        super().__init__(cache_size=cache_size)
-        self.block = check_block(block)
-        self.options = options
 
-    def with_cache(self, cache_size: int = 1) -> BlockTransform:
-        """The same transform with torch's own cache of the last pair."""
-        if cache_size == self._cache_size:
-            return self
-        return BlockTransform(self.block, self.options, cache_size)
-
-
-def to_torch_transform(
-    block: nn.Module,
-    *,
-    method: str | None = None,
-    generator: torch.Generator | None = None,
-    tol: float | None = None,
-    max_iter: int | None = None,
-) -> BlockTransform:
+def to_torch_transform(block: nn.Module, **options: Any) -> BlockTransform:
     """An invertible block as a transform from noise to data, for TransformedDistribution.
 
     Args:
         block: a module with forward, inverse, forward_and_log_det and inverse_and_log_det.
-        method: how its log-determinants are computed; default as the block was built.
-        generator: of random log-determinants.
-        tol: tolerance of its inverse.
-        max_iter: limit of its inverse.
+        options: method and generator of log-determinants, tol and max_iter of the inverse; the default
+            is the block's.
 
     Example:
         >>> from torch.distributions import Independent, Normal, TransformedDistribution
@@ -102,4 +86,4 @@ def to_torch_transform(
         >>> data.log_prob(data.sample((3,))).shape
         torch.Size([3])
     """
-    return BlockTransform(block, Options(method, generator, tol, max_iter))
+    return BlockTransform(block, Options(**options))

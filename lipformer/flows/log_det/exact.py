@@ -5,9 +5,14 @@ The exact log-determinant of causal and token-wise branches, token by token.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
+from lipformer.flows.masked_branch import derivatives, masked_branch
 from lipformer.functional.pullback import pull_all
 from lipformer.layers.layout import without_padding
 from lipformer.layers.own_token import push_own, unknown_parts
@@ -15,28 +20,31 @@ from lipformer.layers.residual import same_shape
 
 # Entries of a batch of output directions that are pulled back at once.
 _BUDGET = 2**22
+# Entries of the dense Jacobians that are kept at once where no graph is wanted.
+_ENTRIES = 2**24
+
+
+def jacobian_rows(out: Tensor, x: Tensor, *, create_graph: bool) -> Iterator[Tensor]:
+    """The rows (R, B, n) of each sample's Jacobian, n = T D, a few at a time; see dense_jacobian."""
+    batch, tokens, width = out.shape
+    n = tokens * width
+    chunk = max(1, min(n, _BUDGET // max(1, batch * tokens * (tokens + width))))
+    for part in torch.eye(n, dtype=out.dtype, device=out.device).split(chunk):
+        directions = part.view(-1, 1, tokens, width).expand(-1, batch, -1, -1)
+        yield pull_all(out, x, directions, create_graph=create_graph).flatten(2)
 
 
 def dense_jacobian(out: Tensor, x: Tensor, *, create_graph: bool) -> Tensor:
     """The Jacobian of each sample, (B, n, n) with n = T D, rows for outputs.
 
-    Samples must not influence each other. Pulls back the n output directions, a chunk of them at a
-    time, so that only the result is of size B n^2 unless a graph is asked for.
+    Samples must not influence each other.
 
     Args:
         out: f(x) (B, T, D), in a graph that x is in.
         x: (B, T, D).
         create_graph: make the Jacobian differentiable.
     """
-    batch, tokens, width = out.shape
-    n = tokens * width
-    chunk = max(1, min(n, _BUDGET // max(1, batch * tokens * (tokens + width))))
-    directions = torch.eye(n, dtype=out.dtype, device=out.device).view(n, 1, tokens, width)
-    rows = [
-        pull_all(out, x, part.expand(-1, batch, -1, -1), create_graph=create_graph)
-        for part in directions.split(chunk)
-    ]
-    return torch.cat(rows).reshape(n, batch, n).transpose(0, 1)
+    return torch.cat(list(jacobian_rows(out, x, create_graph=create_graph))).transpose(0, 1)
 
 
 def exact_log_det(out: Tensor, x: Tensor, *, create_graph: bool) -> Tensor:
@@ -49,10 +57,90 @@ def exact_log_det(out: Tensor, x: Tensor, *, create_graph: bool) -> Tensor:
         x: (B, T, D).
         create_graph: make the result differentiable.
     """
-    jacobian = dense_jacobian(out, x, create_graph=create_graph)
+    return torch.linalg.slogdet(_one_plus(dense_jacobian(out, x, create_graph=create_graph))).logabsdet
+
+
+def _one_plus(jacobian: Tensor) -> Tensor:
+    """I + J in at least float32."""
     jacobian = jacobian.to(torch.promote_types(jacobian.dtype, torch.float32))
-    one = torch.eye(jacobian.shape[-1], dtype=jacobian.dtype, device=jacobian.device)
-    return torch.linalg.slogdet(one + jacobian).logabsdet
+    return jacobian + torch.eye(jacobian.shape[-1], dtype=jacobian.dtype, device=jacobian.device)
+
+
+class _Masked(nn.Module):
+    """:func:`masked_branch` as a module, to be called with given parameters."""
+
+    def __init__(self, branch: nn.Module) -> None:
+        super().__init__()
+        self.branch = branch
+
+    def forward(self, x: Tensor, padding: Tensor | None) -> Tensor:
+        return masked_branch(self.branch, x, padding)
+
+
+class _LazyExact(torch.autograd.Function):
+    r""":func:`exact_log_det` of bounded memory: no graph is kept, derivatives are computed if asked for.
+
+    A few samples at a time, and in the backward pass a few rows: with :math:`A = I + J`,
+    :math:`d \log|\det A| = \sum_{ij} (A^{-1})_{ji}\, dJ_{ij}`. Differentiable once. The parameters are
+    passed as tensors, by which the backward pass calls the branch again.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        branch: nn.Module,
+        padding: Tensor | None,
+        names: list[str],
+        x: Tensor,
+        *weights: Tensor,
+    ) -> Tensor:
+        ctx.branch, ctx.padding, ctx.names = branch, padding, names
+        ctx.save_for_backward(x, *weights)
+        values = []
+        with derivatives(branch, x):
+            for part in _parts(x):
+                point = x[part].detach().requires_grad_()
+                out = masked_branch(branch, point, None if padding is None else padding[part])
+                values.append(exact_log_det(out, point, create_graph=False))
+        return torch.cat(values)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        named = dict(zip(ctx.names, weights, strict=True))
+        total = [torch.zeros_like(x), *map(torch.zeros_like, weights)]
+        for part in _parts(x):
+            mask = None if ctx.padding is None else ctx.padding[part]
+            with derivatives(ctx.branch, x):
+                point = x[part].detach().requires_grad_()
+                out = torch.func.functional_call(_Masked(ctx.branch), named, (point, mask))
+                inverse = torch.linalg.inv(_one_plus(dense_jacobian(out, point, create_graph=False)))
+                columns = iter(inverse.permute(2, 0, 1).to(x.dtype))
+                for rows in jacobian_rows(out, point, create_graph=True):
+                    weight = torch.stack([next(columns) for _ in rows]) * grad[part, None].to(x.dtype)
+                    if not rows.requires_grad:
+                        continue
+                    gradients = torch.autograd.grad(
+                        rows, (point, *weights), weight, retain_graph=True, materialize_grads=True
+                    )
+                    total[0][part] += gradients[0]
+                    for sum_, gradient in zip(total[1:], gradients[1:], strict=True):
+                        sum_ += gradient
+        return (None, None, None, *total)
+
+
+def lazy_exact_log_det(branch: nn.Module, x: Tensor, padding: Tensor | None) -> Tensor:
+    """:func:`exact_log_det` of a branch at x (B, T, D), with :class:`_LazyExact`'s gradient."""
+    named = {f"branch.{name}": p for name, p in branch.named_parameters() if p.requires_grad}
+    value: Tensor = _LazyExact.apply(branch, padding, list(named), x, *named.values())
+    return value
+
+
+def _parts(x: Tensor) -> Iterator[slice]:
+    """Samples whose dense Jacobians have at most _ENTRIES entries, at least one sample."""
+    size = max(1, _ENTRIES // max(1, x.shape[1:].numel() ** 2))
+    return (slice(i, i + size) for i in range(0, max(1, len(x)), size))
 
 
 def supports_causal(branch: nn.Module) -> bool:

@@ -1,15 +1,20 @@
-"""log|det(I + J)| of a residual block, by four methods."""
+"""log|det(I + J)| of a residual block, by four methods, and which of them is affordable."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
 
-from lipformer.estimates.jacobian_products import differentiable_kernels
-from lipformer.flows.log_det.exact import causal_log_det, check_causal, exact_log_det, supports_causal
+from lipformer.flows.log_det.exact import (
+    causal_log_det,
+    check_causal,
+    exact_log_det,
+    lazy_exact_log_det,
+    supports_causal,
+)
 from lipformer.flows.log_det.series import (
     EXACT_TERMS,
     Terms,
@@ -22,26 +27,73 @@ from lipformer.flows.log_det.series import (
     truncation_error,
     weighted_series,
 )
-from lipformer.flows.masked_branch import masked_branch
-from lipformer.layers import Contractive, L2MultiheadAttention, frozen, layout
+from lipformer.flows.masked_branch import (
+    check_batch_first,
+    check_tokens,
+    derivatives,
+    masked_branch,
+    refuse_dropout,
+)
+from lipformer.layers import Contractive, layout
 
 METHODS = ("exact", "causal", "series", "roulette")
+AUTO = "auto"
+# The largest T D whose dense Jacobian "auto" takes in eval mode: a tenth of a second for each sample and
+# block on one core, as much as the series that is used beyond it (docs/flows.md).
+EXACT_LIMIT = 1024
+# That series: its probes, their seed, the nats that truncation may cost an event, and its most terms.
+_PROBES = 16
+_SEED = 0
+_NATS = 0.1
+_MOST_TERMS = 200
 
 
 @dataclass(frozen=True)
 class LogDet:
-    """A log-determinant for each sample.
+    """A log-determinant for each sample, and how far it may be from the true one.
 
     Attributes:
         value: (B,), differentiable, in at least float32.
-        error_bound: (B,), what truncation can have cost the mean over the probes: zeros for "exact"
-            and "causal", None for "roulette", which is unbiased. The noise of an estimate is not in it.
+        truncation_error: (B,), proven: what leaving out terms can have cost the mean over all probes.
+            Zeros for "exact" and "causal", None for "roulette", which leaves out none in the mean.
+        standard_error: (B,), estimated from the spread of the probes: the noise of their mean. Zeros
+            for "exact" and "causal", None for a single probe. The rounding of floats is in neither.
         terms: the number of terms of the series that were evaluated, 0 for "exact" and "causal".
+        method: how it was found.
     """
 
     value: Tensor
-    error_bound: Tensor | None
+    truncation_error: Tensor | None
+    standard_error: Tensor | None
     terms: int
+    method: str
+
+    @classmethod
+    def exactly(cls, value: Tensor, method: str) -> LogDet:
+        """One without an error."""
+        zero = torch.zeros_like(value).detach()
+        return cls(value, zero, zero, 0, method)
+
+    @classmethod
+    def total(cls, value: Tensor, parts: Sequence[LogDet]) -> LogDet:
+        """That of a stack, of whose parts the errors are given: they add up at the most."""
+
+        def added(errors: list[Tensor | None]) -> Tensor | None:
+            known = [error for error in errors if error is not None]
+            zero = torch.zeros_like(value).detach()
+            return sum(known, zero) if len(known) == len(errors) else None
+
+        return cls(
+            value,
+            added([part.truncation_error for part in parts]),
+            added([part.standard_error for part in parts]),
+            max((part.terms for part in parts), default=0),
+            ", ".join(sorted({part.method for part in parts})),
+        )
+
+    def detach(self) -> LogDet:
+        """The same without a graph."""
+        return replace(self, value=self.value.detach())
 
 
 def residual_log_det(
@@ -60,64 +112,89 @@ def residual_log_det(
     Source: docs/theory, section 6. "exact" takes the dense Jacobian, "causal" (exact too) the own-token
     blocks of a branch that :func:`supports_causal`; "series" and "roulette" are estimates from random
     probes, truncated or unbiased, whose gradient equals that of the log-determinant in the mean.
+    "auto" is "causal" where the branch supports it; else in training mode "roulette", in eval mode
+    "exact" up to T D = 1024 and beyond "series" with at least 16 probes and 0.1 nats of truncation.
     Normalised weights are computed once. Runs without autocast.
 
     Args:
         branch: f, keeps the shape of x and treats the samples of a batch alike and alone.
         x: (B, T, D).
-        method: one of METHODS.
+        method: one of METHODS, or "auto".
         rate: L < 1, a certified constant of f in some norm, or of each token's own map for a causal
             branch (``Contractive.coeff``).
         key_padding_mask: (B, T), True (or -inf) at padded tokens, which count as absent.
-        generator: of the probes and of roulette's number of terms; torch's default ones if None. On a
-            GPU that is what training wants: a generator of the CPU costs a copy to the GPU, one of the
-            GPU makes roulette's host wait.
+        generator: of the probes and of roulette's number of terms. None: in training mode torch's
+            default ones; in eval mode a fixed seed, and the same probes for every sample, so that equal
+            events get equal numbers. On a GPU None is what training wants: a generator of the CPU costs
+            a copy to the GPU, one of the GPU makes roulette's host wait.
         terms: "series": the number of terms, by default as many as the rate needs (0.01 nats per
             dimension, at most 40). "roulette": the number of terms before chance decides, default 2.
-            The other two have no use for it.
+            The others have no use for it, nor has the series of "auto".
         probes: random probes that an estimate averages over.
 
     Returns:
         f(x) (B, T, D), zero at padded tokens, and the :class:`LogDet`, from one evaluation of f
-        ("roulette" evaluates the samples that go on longest once more).
+        ("roulette" evaluates the samples that go on longest once more, and "exact" in eval mode all:
+        its gradient takes no memory until it is asked for, and cannot be differentiated again).
 
     Example:
         >>> import lipformer as lf
         >>> branch = lf.Contractive(lf.FeedForward(4, 8), 0.5)
         >>> out, log_det = residual_log_det(branch, torch.zeros(3, 2, 4), method="causal", rate=0.5)
-        >>> out.shape, log_det.value.shape, log_det.error_bound.tolist()
+        >>> out.shape, log_det.value.shape, log_det.truncation_error.tolist()
         (torch.Size([3, 2, 4]), torch.Size([3]), [0.0, 0.0, 0.0])
     """
-    _check(branch, x, method, rate, generator, terms, probes)
+    check_tokens(x)
+    if method not in (*METHODS, AUTO):
+        raise ValueError(f"method must be one of {', '.join(METHODS)}, {AUTO}, got {method!r}")
+    if not 0.0 < rate < 1.0:
+        raise ValueError(f"rate must be a certified constant in (0, 1), got {rate!r}")
+    for name, number in (("terms", EXACT_TERMS if terms is None else terms), ("probes", probes)):
+        if number < 1:
+            raise ValueError(f"{name} must be at least 1, got {number!r}")
+    check_batch_first(branch)
+    refuse_dropout(branch)
     padding = layout.padding(key_padding_mask, x)
+    if method == "causal":
+        check_causal(branch)
+    elif method == AUTO:
+        method = automatic(branch, x)
+        if method == "series":
+            probes = max(probes, _PROBES)
+            terms = default_terms(rate, _NATS / x.shape[1:].numel(), _MOST_TERMS)
     tracked = any(t.requires_grad for t in (x, *branch.parameters()))
     gradient = torch.is_grad_enabled() and tracked
     dtype = _dtype(branch, x)
-    with (
-        torch.inference_mode(False),
-        differentiable_kernels(),
-        torch.autocast(x.device.type, enabled=False),
-        frozen(branch),
-    ):
+    with derivatives(branch, x):
         point = (x.clone() if x.is_inference() else x).to(dtype)
         if method == "causal":
             with torch.set_grad_enabled(gradient):
                 out, value = causal_log_det(branch, point, padding)
-            log_det = LogDet(value, torch.zeros_like(value), 0)
+            log_det = LogDet.exactly(value, method)
+        elif method == "exact" and not branch.training:
+            with torch.set_grad_enabled(gradient):
+                out = masked_branch(branch, point, padding)
+                log_det = LogDet.exactly(lazy_exact_log_det(branch, point, padding), method)
         else:
             if not point.requires_grad:
                 point = point.detach().requires_grad_()
             out = masked_branch(branch, point, padding)
             if method == "exact":
-                value = exact_log_det(out, point, create_graph=gradient)
-                log_det = LogDet(value, torch.zeros_like(value), 0)
+                log_det = LogDet.exactly(exact_log_det(out, point, create_graph=gradient), method)
             else:
                 log_det = _estimate(
                     method, branch, out, point, padding, rate, generator, terms, probes, gradient
                 )
-    if gradient:
-        return out, log_det
-    return out.detach(), LogDet(log_det.value.detach(), log_det.error_bound, log_det.terms)
+    return (out, log_det) if gradient else (out.detach(), log_det.detach())
+
+
+def automatic(branch: nn.Module, x: Tensor) -> str:
+    """The method that "auto" stands for: exact if that is affordable, in training else unbiased."""
+    if supports_causal(branch):
+        return "causal"
+    if branch.training:
+        return "roulette"
+    return "exact" if x.shape[1:].numel() <= EXACT_LIMIT else "series"
 
 
 def _estimate(
@@ -133,21 +210,25 @@ def _estimate(
     gradient: bool,
 ) -> LogDet:
     """ "series" or "roulette": they differ in the weights of the terms and in what can be promised."""
+    fixed = generator is None and not branch.training
+    if fixed:
+        generator = torch.Generator().manual_seed(_SEED)
     if method == "series":
         drawn = all_terms(default_terms(rate) if terms is None else terms, x)
     else:
         drawn = roulette_terms(x, rate, EXACT_TERMS if terms is None else terms, generator)
-    count = len(drawn.weights)
-    value = _mean_of_probes(branch, out, x, padding, drawn, generator, probes, gradient)
+    values = _of_probes(branch, out, x, padding, drawn, generator, probes, fixed, gradient)
+    value, count = values.mean(0), len(drawn.weights)
+    noise = values.detach().std(0) / probes**0.5 if probes > 1 else None
     if method == "roulette":
-        return LogDet(value, None, count)
+        return LogDet(value, None, noise, count, method)
     valid = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if padding is None else ~padding
     dimensions = valid.sum(-1).double() * x.shape[2]
     bound = round_up(truncation_error(rate, count) * dimensions, value.dtype)
-    return LogDet(value, bound, count)
+    return LogDet(value, bound, noise, count, method)
 
 
-def _mean_of_probes(
+def _of_probes(
     branch: nn.Module,
     out: Tensor,
     x: Tensor,
@@ -155,8 +236,10 @@ def _mean_of_probes(
     terms: Terms,
     generator: torch.Generator | None,
     probes: int,
+    shared: bool,
     gradient: bool,
 ) -> Tensor:
+    """The estimate of each probe, (probes, B); ``shared`` ones are the same for every sample."""
     # A bound on own tokens alone says nothing about the size of J's powers, hence of the noise; and
     # what earlier tokens do is noise in every causal branch.
     own_only = isinstance(branch, Contractive) and branch.norms == ("self",)
@@ -166,13 +249,20 @@ def _mean_of_probes(
         some = x.detach()[index].requires_grad_()
         return masked_branch(branch, some, None if padding is None else padding[index]), some
 
+    like = out[:1] if shared else out
     estimates = [
         weighted_series(
-            out, x, signs(out, generator), terms, ramp=ramp, restrict=restrict, gradient=gradient
+            out,
+            x,
+            signs(like, generator).expand_as(out),
+            terms,
+            ramp=ramp,
+            restrict=restrict,
+            gradient=gradient,
         )
         for _ in range(probes)
     ]
-    return torch.stack(estimates).mean(0)
+    return torch.stack(estimates)
 
 
 def _dtype(branch: nn.Module, x: Tensor) -> torch.dtype:
@@ -181,49 +271,3 @@ def _dtype(branch: nn.Module, x: Tensor) -> torch.dtype:
     if len(dtypes) == 1 and torch.is_autocast_enabled(x.device.type):
         return dtypes.pop()
     return x.dtype
-
-
-def _check(
-    branch: nn.Module,
-    x: Tensor,
-    method: str,
-    rate: float,
-    generator: torch.Generator | None,
-    terms: int | None,
-    probes: int,
-) -> None:
-    """Raises on arguments that have no answer."""
-    if method not in METHODS:
-        raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
-    if not isinstance(x, Tensor) or x.ndim != 3 or not x.is_floating_point():
-        given = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(f"x must be a floating-point tensor (B, T, D), got {given}")
-    if not 0.0 < rate < 1.0:
-        raise ValueError(f"rate must be a certified constant in (0, 1), got {rate!r}")
-    if generator is not None and not isinstance(generator, torch.Generator):
-        raise TypeError(f"generator must be a torch.Generator or None, got {type(generator).__name__}")
-    for name, number in (("terms", terms), ("probes", probes)):
-        if number is None and name == "terms":
-            continue
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise ValueError(f"{name} must be an integer >= 1, got {number!r}")
-    for path, module in branch.named_modules():
-        if getattr(module, "batch_first", True) is False:
-            raise ValueError(
-                f"events are (B, T, D), but {path or 'the branch'} ({type(module).__name__}) was built "
-                "with batch_first=False; build it with batch_first=True"
-            )
-        dropout = (
-            module.dropout
-            if isinstance(module, L2MultiheadAttention)
-            else module.p
-            if isinstance(module, _DropoutNd)
-            else 0.0
-        )
-        if module.training and dropout > 0:
-            raise ValueError(
-                f"{path or 'the branch'} ({type(module).__name__}) drops out at random in training mode "
-                f"(p={dropout}): a density needs one fixed map; use dropout=0 or eval()"
-            )
-    if method == "causal":
-        check_causal(branch)

@@ -21,19 +21,12 @@ from torch import Tensor
 
 from lipformer.functional.pullback import pull
 
-# Where the default number of terms stops: at this error in nats per dimension, or at so many terms.
-_TARGET = 1e-2
-_MOST_TERMS = 40
-
 
 def truncation_error(rate: float, terms: int) -> float:
     r"""Bound of the omitted part of the series, per dimension: :math:`L^{n+1}/((n+1)(1-L))`.
 
-    Proof. The spectral radius of J is at most L, as it is at most any operator norm (and in a causal
-    branch it is the largest one of the diagonal blocks). The trace is the sum of the eigenvalues, so
-    :math:`|\mathrm{tr} J^k| \le \dim L^k`, and
-    :math:`\sum_{k>n} L^k/k \le L^{n+1}/((n+1)(1-L))`. It bounds the error of the expectation over the
-    probes, not the noise of a probe.
+    Proof in docs/theory, section 6. It bounds the error of the expectation over the probes, not the
+    noise of a probe.
 
     Args:
         rate: L < 1.
@@ -43,9 +36,9 @@ def truncation_error(rate: float, terms: int) -> float:
     return rate ** (terms + 1) / ((terms + 1) * (1.0 - rate)) * (1.0 + 1e-14)
 
 
-def default_terms(rate: float) -> int:
-    """The fewest terms with a truncation error of at most 0.01 nats per dimension, at most 40."""
-    return next((n for n in range(1, _MOST_TERMS) if truncation_error(rate, n) <= _TARGET), _MOST_TERMS)
+def default_terms(rate: float, target: float = 1e-2, most: int = 40) -> int:
+    """The fewest terms with a truncation error of at most ``target`` nats per dimension."""
+    return next((n for n in range(1, most) if truncation_error(rate, n) <= target), most)
 
 
 def signs(like: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -164,14 +157,8 @@ EXACT_TERMS = 2
 def continuation(rate: float) -> float:
     r"""The probability q = 1 - p of going on after each term: q = L.
 
-    Finite variance needs :math:`L^2 < q` strictly. In the worst case (all eigenvalues -L) the variance
-    that roulette adds is proportional to :math:`(1-q)/(q-L^2)`, that is 1/L at q = L, and variance
-    times the expected number of terms only falls as q grows. At q = L the weighted power of term k is
-    bounded by a constant, :math:`L^k/q^{k-m} = L^m`, so that no rare draw is large; q beyond L buys
-    little but costs terms, 1/(1-q) in the mean. L = 1/2 gives the p = 1/2 of Residual Flows.
+    Finite variance needs :math:`L^2 < q`; why q = L: docs/theory, section 6.
     """
-    if not rate * rate < rate:
-        raise ValueError(f"roulette has finite variance only for a rate in (0, 1), got {rate!r}")
     return rate
 
 

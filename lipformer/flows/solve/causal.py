@@ -8,7 +8,7 @@ in the worst case the tokens are solved one after another.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,11 +16,11 @@ from torch import Tensor
 from lipformer.flows.solve.anderson import History
 from lipformer.flows.solve.fixed_point import (
     PATIENCE,
-    ROUNDING,
     SLACK,
     Branch,
     NotConverged,
     Record,
+    Unsolved,
     check_problem,
     largest_entry,
 )
@@ -105,71 +105,39 @@ def _check_causal(size: Tensor, locked: Tensor, noise: Tensor) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _State:
-    """The samples not yet solved (b, T, D), and how far each token has come (b, T).
+@dataclass(frozen=True, kw_only=True)
+class _State(Unsolved):
+    """Tokens as the problems, ``x`` being final in the locked prefix, and how far it has come.
+
+    The best residual is that since the token came to the front or, later, since the start.
 
     Attributes:
-        index: their places in the batch.
-        y: right-hand sides.
-        x: points to evaluate next, final in the locked prefix.
-        limit: tolerance of the error (b, 1).
         scale: max(1, max|y|) (b, 1).
-        size: latest residual of each token.
-        noise: its rounding.
         locked_size: residual when the token was locked.
-        image: latest y - f(x).
-        best_size: smallest residual since the token came to the front or, later, since the start.
-        best_image: image there.
-        mark: residual that counts as progress once undercut, ``waited`` evaluations ago.
         first: residual when the token came to the front.
         front: number of locked tokens (b,).
         since: evaluations since the front moved (b,).
-        history: past points of each token, (b T) problems.
     """
 
-    index: Tensor
-    y: Tensor
-    x: Tensor
-    limit: Tensor
     scale: Tensor
-    size: Tensor
-    noise: Tensor
     locked_size: Tensor
-    image: Tensor
-    best_size: Tensor
-    best_image: Tensor
-    mark: Tensor
-    waited: Tensor
     first: Tensor
     front: Tensor
     since: Tensor
-    history: History | None = None
 
     @classmethod
     def start(cls, y: Tensor, tol: float) -> _State:
-        index = torch.arange(y.shape[0], device=y.device)
-        zero = y.new_zeros(y.shape[:2])
-        far = torch.full_like(zero, torch.inf)
-        scale = largest_entry(y)[:, None]
-        count = torch.zeros_like(index)
-        waited = torch.zeros_like(zero, dtype=torch.long)
+        shared = cls.beginning(y, y.shape[:2])
+        far, scale = shared["size"], largest_entry(y)[:, None]
+        none = torch.zeros_like(shared["index"])
         return cls(
-            index, y, y, tol * scale, scale, far, zero, far, y, far, y, far, waited, far, count, count
+            **shared, limit=tol * scale, scale=scale, locked_size=far, first=far, front=none, since=none
         )
 
     def evaluate(self, branch: Branch, rate: float) -> _State:
         """Runs the branch once and locks the prefix that is solved at this point."""
-        value = branch(self.x, self.index)
-        image = self.y - value
-        residual = image - self.x
-        size = residual.norm(dim=-1)
-        size = torch.where(torch.isfinite(size), size, torch.inf)
-        eps = torch.finfo(self.y.dtype).eps
-        noise = ROUNDING * eps * (self.y.abs() + self.x.abs() + value.abs()).norm(dim=-1)
-        progress = size <= self.mark
-        mark = torch.where(progress, size * rate ** (PATIENCE / 2), self.mark)
-        waited = torch.where(progress, 0, self.waited + 1)
+        image, size, noise, progress = self.measured(branch, lambda x: x.norm(dim=-1), rate)
+        residual, mark, waited = image - self.x, progress["mark"], progress["waited"]
 
         stalled = (waited >= PATIENCE) & (size <= 16.0 * noise) & torch.isfinite(size)
         solved = (size <= (1.0 - rate) * self.limit) | stalled
@@ -203,17 +171,6 @@ class _State:
             front=front,
             since=torch.where(moved, 0, self.since + 1),
             history=history,
-        )
-
-    def select(self, kept: Tensor) -> _State:
-        """The samples of a mask."""
-        if bool(kept.all()):
-            return self
-        names = [f.name for f in fields(self) if f.name != "history"]
-        tensors = {name: getattr(self, name)[kept] for name in names}
-        rows = kept.repeat_interleave(self.y.shape[1])
-        return replace(
-            self, **tensors, history=None if self.history is None else self.history.select(rows)
         )
 
     def advance(self, rate: float, accelerate: bool) -> _State:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ PATIENCE = 6
 ROUNDING = 4.0
 
 Branch = Callable[[Tensor, Tensor], Tensor]
+_U = TypeVar("_U", bound="Unsolved")
 
 
 @dataclass(frozen=True)
@@ -80,12 +82,10 @@ def check_problem(y: Tensor, rate: float, tol: float, max_iter: int) -> None:
     """Raises ValueError unless the problem can be solved."""
     if not 0.0 < rate < 1.0:
         raise ValueError(f"rate must lie between 0 and 1, got {rate!r}")
-    if isinstance(tol, bool) or not isinstance(tol, (int, float)):
-        raise TypeError(f"tol must be a number, got {tol!r}")
     if not 0.0 <= tol < float("inf"):
         raise ValueError(f"tol must be at least 0 and finite, got {tol!r}")
-    if isinstance(max_iter, bool) or not isinstance(max_iter, int) or max_iter < 1:
-        raise ValueError(f"max_iter must be an integer >= 1, got {max_iter!r}")
+    if max_iter < 1:
+        raise ValueError(f"max_iter must be at least 1, got {max_iter!r}")
     bad = int((~torch.isfinite(y)).sum())
     if bad:
         raise ValueError(f"y must be finite, got {bad} NaN or infinite entries of {y.numel()}")
@@ -166,25 +166,23 @@ def solve_fixed_point(
     return solution, record
 
 
-@dataclass(frozen=True)
-class _State:
-    """The samples not yet solved, of shape (b, *), and how far each has come, (b,).
+@dataclass(frozen=True, kw_only=True)
+class Unsolved:
+    """The samples not yet solved, of shape (b, *), and how far each problem has come.
+
+    A problem is a sample, (b,), or in causal mode a token, (b, T).
 
     Attributes:
-        index: their places in the batch.
+        index: the samples' places in the batch.
         y: right-hand sides.
         x: points to evaluate next.
         limit: tolerance of the error.
         image: latest y - f(x).
-        size: latest residual, ``last`` the one before.
+        size: latest residual.
         best_size: smallest residual, at the point with the image ``best_image``.
         mark: residual that counts as progress once undercut, ``waited`` evaluations ago.
-        noise: rounding of the best residual.
-        spread: sum of the inverse squares of the residuals' l2 norms since the history began.
-        pace: reduction by the last plain step before acceleration, 0 while steps are plain.
-        due: residual that plain steps at that pace would have reached, SLACK evaluations ago.
-        trials: how often acceleration may still be tried.
-        history: past points.
+        noise: rounding of the best residual, in causal mode of the latest.
+        history: past points, by problem.
     """
 
     index: Tensor
@@ -193,63 +191,87 @@ class _State:
     limit: Tensor
     image: Tensor
     size: Tensor
-    last: Tensor
     best_size: Tensor
     best_image: Tensor
     mark: Tensor
     waited: Tensor
     noise: Tensor
+    history: History | None = None
+
+    @staticmethod
+    def beginning(y: Tensor, problems: torch.Size) -> dict[str, Any]:
+        """The attributes before the first evaluation, but for the limit."""
+        far = y.new_full(problems, torch.inf)
+        count = torch.zeros(problems, dtype=torch.long, device=y.device)
+        index = torch.arange(y.shape[0], device=y.device)
+        images = {"y": y, "x": y, "image": y, "best_image": y}
+        sizes = {"size": far, "best_size": far, "mark": far, "noise": y.new_zeros(problems)}
+        return {"index": index, "waited": count, **images, **sizes}
+
+    def measured(
+        self, branch: Branch, measure: Measure, rate: float
+    ) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+        """One evaluation: the image, the residual's size, its rounding, and mark and waited after it."""
+        value = branch(self.x, self.index)
+        image = self.y - value
+        size = measure(image - self.x)
+        size = torch.where(torch.isfinite(size), size, torch.inf)
+        eps = torch.finfo(self.y.dtype).eps
+        noise = ROUNDING * eps * measure(self.y.abs() + self.x.abs() + value.abs())
+        progress = size <= self.mark
+        mark = torch.where(progress, size * rate ** (PATIENCE / 2), self.mark)
+        waited = torch.where(progress, 0, self.waited + 1)
+        return image, size, noise, {"mark": mark, "waited": waited}
+
+    def select(self: _U, kept: Tensor) -> _U:
+        """The samples of a mask."""
+        if bool(kept.all()):
+            return self
+        names = [f.name for f in fields(self) if f.name != "history"]
+        history = self.history
+        if history is not None:
+            history = history.select(kept.repeat_interleave(len(history.image) // len(kept)))
+        return replace(self, **{name: getattr(self, name)[kept] for name in names}, history=history)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _State(Unsolved):
+    """Samples as the problems, and what acceleration needs to know.
+
+    Attributes:
+        last: the residual before the latest.
+        spread: sum of the inverse squares of the residuals' l2 norms since the history began.
+        pace: reduction by the last plain step before acceleration, 0 while steps are plain.
+        due: residual that plain steps at that pace would have reached, SLACK evaluations ago.
+        trials: how often acceleration may still be tried.
+    """
+
+    last: Tensor
     spread: Tensor
     pace: Tensor
     due: Tensor
     trials: Tensor
-    history: History | None = None
 
     @classmethod
     def start(cls, y: Tensor, limit: Tensor) -> _State:
-        index = torch.arange(y.shape[0], device=y.device)
-        count = torch.zeros_like(index)
-        zero = y.new_zeros(y.shape[0])
-        far = torch.full_like(zero, torch.inf)
+        shared = cls.beginning(y, y.shape[:1])
+        zero, trials = shared["noise"], shared["waited"] + TRIALS
         return cls(
-            index,
-            y,
-            x=y,
-            limit=limit,
-            image=y,
-            size=far,
-            last=far,
-            best_size=far,
-            best_image=y,
-            mark=far,
-            waited=count,
-            noise=zero,
-            spread=zero,
-            pace=zero,
-            due=zero,
-            trials=count + TRIALS,
+            **shared, limit=limit, last=shared["size"], spread=zero, pace=zero, due=zero, trials=trials
         )
 
     def evaluate(self, branch: Branch, measure: Measure, rate: float) -> _State:
         """Runs the branch once and keeps the best point by its residual."""
-        value = branch(self.x, self.index)
-        image = self.y - value
-        residual = image - self.x
-        size = measure(residual)
-        size = torch.where(torch.isfinite(size), size, torch.inf)
+        image, size, noise, progress = self.measured(branch, measure, rate)
         better = size < self.best_size
-        eps = torch.finfo(self.y.dtype).eps
-        noise = ROUNDING * eps * measure(self.y.abs() + self.x.abs() + value.abs())
-        progress = size <= self.mark
         return replace(
             self,
+            **progress,
             image=image,
             size=size,
             last=self.size,
             best_size=torch.where(better, size, self.best_size),
             best_image=torch.where(_wide(better, image), image, self.best_image),
-            mark=torch.where(progress, size * rate ** (PATIENCE / 2), self.mark),
-            waited=torch.where(progress, 0, self.waited + 1),
             noise=torch.where(better, noise, self.noise),
         )
 
@@ -267,15 +289,6 @@ class _State:
                 else self.history.add(image, residual)
             ),
         )
-
-    def select(self, kept: Tensor) -> _State:
-        """The samples of a mask."""
-        if bool(kept.all()):
-            return self
-        names = [f.name for f in fields(self) if f.name != "history"]
-        tensors = {name: getattr(self, name)[kept] for name in names}
-        history = None if self.history is None else self.history.select(kept)
-        return replace(self, **tensors, history=history)
 
     def plain(self) -> _State:
         """A plain step, from the best point where the latest is lost."""

@@ -1,0 +1,366 @@
+"""Stacks of invertible blocks, and the densities that they make of noise."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from lipformer.certificate import Ask, Bound, register_bound, times
+from lipformer.flows.act_norm import ActNorm
+from lipformer.flows.log_det.methods import LogDet
+from lipformer.flows.solve.fixed_point import Record
+from lipformer.layers.layer import Layer
+from lipformer.layers.layout import padding, without_padding
+from lipformer.layers.one_pass import OnePass
+
+DIRECTIONS = ("forward", "inverse", "forward_and_log_det", "inverse_and_log_det")
+
+
+def check_block(block: nn.Module) -> nn.Module:
+    """Returns the block; raises unless it has the four methods of an invertible module."""
+    missing = [name for name in DIRECTIONS if not callable(getattr(block, name, None))]
+    if not isinstance(block, nn.Module) or missing:
+        raise TypeError(
+            f"an invertible module has the methods {', '.join(DIRECTIONS)}, such as "
+            f"InvertibleResidual or AttentionFlow, got {type(block).__name__}"
+        )
+    return block
+
+
+@functools.cache
+def _takes(function: Callable[..., Any], option: str) -> bool:
+    parameters = inspect.signature(function).parameters
+    return option in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def run(block: nn.Module, direction: str, x: Tensor, mask: Tensor | None, **options: Any) -> Any:
+    """One of a block's four methods, with those of the options that it takes and that are not None.
+
+    A mask is never left out: a block that cannot take it raises.
+    """
+    function = getattr(type(block), direction)
+    given = {k: v for k, v in options.items() if v is not None and _takes(function, k)}
+    if mask is not None:
+        given["key_padding_mask"] = mask
+    # Called as a module, so that hooks run.
+    return (block if direction == "forward" else getattr(block, direction))(x, **given)
+
+
+class InvertibleSequential(OnePass, nn.Sequential):
+    """Blocks one after another: a map as invertible as they are, which has the same four methods.
+
+    Args:
+        blocks: modules with forward, inverse, forward_and_log_det and inverse_and_log_det, such as
+            InvertibleResidual, ActNorm, InvertibleLinear, Permutation, or another InvertibleSequential.
+
+    Attributes:
+        log_det_record: the :class:`LogDet` of the last log-determinant, its errors added up; or None.
+
+    Example:
+        >>> import lipformer as lf
+        >>> block = lf.InvertibleResidual(lf.FeedForward(4, 8), 0.5)
+        >>> stack = InvertibleSequential(lf.ActNorm(4), block).eval()
+        >>> x = torch.randn(2, 3, 4)
+        >>> y, log_det = stack.forward_and_log_det(x)
+        >>> log_det.shape, bool((stack.inverse(y) - x).abs().max() < 1e-4), stack.record[1].converged
+        (torch.Size([2]), True, True)
+    """
+
+    log_det_record: LogDet | None = None
+
+    def __init__(self, *blocks: Any) -> None:
+        super().__init__(*blocks)
+        for block in self:
+            check_block(block)
+        self.refresh()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "log_det_record": None}
+
+    @property
+    def record(self) -> tuple[Record | None, ...]:
+        """The blocks' records of the last inverse, in their order; None where it takes no solve."""
+        return tuple(getattr(block, "record", None) for block in self)
+
+    def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+        """(B, T, D) -> (B, T, D); ``key_padding_mask`` (B, T) is True at padded tokens."""
+        with self.one_pass():
+            for block in self:
+                x = run(block, "forward", x, key_padding_mask)
+        return x
+
+    def inverse(
+        self,
+        y: Tensor,
+        key_padding_mask: Tensor | None = None,
+        *,
+        tol: float | None = None,
+        max_iter: int | None = None,
+    ) -> Tensor:
+        """(B, T, D) -> (B, T, D); tol and max_iter hold for each block, None is its default."""
+        for block in reversed(self):
+            y = run(block, "inverse", y, key_padding_mask, tol=tol, max_iter=max_iter)
+        return y
+
+    def forward_and_log_det(
+        self,
+        x: Tensor,
+        key_padding_mask: Tensor | None = None,
+        *,
+        method: str | None = None,
+        generator: torch.Generator | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The output (B, T, D) and log|det| (B,).
+
+        Args:
+            x: (B, T, D).
+            key_padding_mask: (B, T), True (or -inf) at padded tokens.
+            method: of the blocks' log-determinants, instead of their own; a block built with
+                log_det="causal" keeps it, as an estimate would only add noise.
+            generator: of random log-determinants.
+        """
+        with self.one_pass():
+            return self._add_up("forward_and_log_det", x, key_padding_mask, method, generator=generator)
+
+    def inverse_and_log_det(
+        self,
+        y: Tensor,
+        key_padding_mask: Tensor | None = None,
+        *,
+        method: str | None = None,
+        generator: torch.Generator | None = None,
+        tol: float | None = None,
+        max_iter: int | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The input (B, T, D) and log|det| of the inverse (B,); arguments as above."""
+        options = {"generator": generator, "tol": tol, "max_iter": max_iter}
+        return self._add_up("inverse_and_log_det", y, key_padding_mask, method, **options)
+
+    def _add_up(
+        self, direction: str, x: Tensor, mask: Tensor | None, method: str | None, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        total = x.new_zeros(x.shape[0])
+        records: list[LogDet] = []
+        for block in self if direction == "forward_and_log_det" else reversed(self):
+            fixed = getattr(block, "log_det_method", None) == "causal"
+            x, log_det = run(block, direction, x, mask, method=None if fixed else method, **options)
+            total = total + log_det
+            record = getattr(block, "log_det_record", None)
+            if record is not None:
+                records.append(record)
+        self.log_det_record = LogDet.total(total.detach(), records)
+        return x, total
+
+
+@register_bound(InvertibleSequential)
+def _(module: InvertibleSequential, ask: Ask) -> Bound:
+    # Not named_children(), which leaves out a module's second use.
+    return times(*(ask.child(block, str(i)) for i, block in enumerate(module)))
+
+
+def standard_normal_log_prob(z: Tensor) -> Tensor:
+    r""":math:`-\tfrac12 (z^2 + \log 2\pi)`, elementwise."""
+    return -0.5 * (z.square() + math.log(2.0 * math.pi))
+
+
+class Flow(Layer):
+    r"""Density of sequences or sets (B, T, D): noise pulled through invertible blocks.
+
+    .. math:: \log p(x) = \log p_0(f(x)) + \log|\det f'(x)|
+
+    f, from data to noise, is the stack of blocks; sampling inverts it. In eval mode ``log_prob`` is
+    deterministic: exact where that is affordable, else a series whose errors ``log_det_record`` tells;
+    in training mode an unbiased estimate (see :func:`residual_log_det`, "auto").
+
+    Args:
+        blocks: a stack, or its blocks in the order from data to noise.
+        base: distribution of the noise, an object with ``log_prob`` and ``sample``: of numbers, of
+            tokens (D,) or of events (T, D), told by its ``batch_shape`` and ``event_shape``. None is the
+            standard normal. On a GPU the parameters of a torch distribution must be there, and without
+            ``validate_args=False`` torch makes the host wait for each check.
+        dim: D; None for that of the base or of the first block that has one.
+        seq_len: the largest T; None for that of the base, or any.
+
+    Example:
+        >>> import lipformer as lf
+        >>> flow = Flow([lf.ActNorm(2), lf.InvertibleResidual(lf.FeedForward(2, 8))], seq_len=5).eval()
+        >>> flow.log_prob(torch.randn(3, 5, 2)).shape, flow.sample(4).shape
+        (torch.Size([3]), torch.Size([4, 5, 2]))
+    """
+
+    def __init__(
+        self,
+        blocks: InvertibleSequential | Iterable[nn.Module],
+        base: Any = None,
+        *,
+        dim: int | None = None,
+        seq_len: int | None = None,
+    ) -> None:
+        super().__init__()
+        stack = isinstance(blocks, InvertibleSequential)
+        self.blocks = cast(InvertibleSequential, blocks) if stack else InvertibleSequential(*blocks)
+        self.base = base
+        shape = _shape(base)
+        dims = [*shape[-1:], *(cast(int, block.dim) for block in self.blocks if hasattr(block, "dim"))]
+        self.dim = dim if dim is not None else next(iter(dims), None)
+        self.seq_len = shape[0] if seq_len is None and len(shape) == 2 else seq_len
+
+    @property
+    def log_det_record(self) -> LogDet | None:
+        """Of the last log-determinant, its value and errors; None before."""
+        return self.blocks.log_det_record
+
+    @property
+    def record(self) -> tuple[Record | None, ...]:
+        """The blocks' records of the last inverse or sample."""
+        return self.blocks.record
+
+    @torch.no_grad()
+    def initialize(self, x: Tensor, key_padding_mask: Tensor | None = None) -> None:
+        """Sets every ActNorm that is not set yet by a batch of data (B, T, D).
+
+        The first batch in training mode does the same. Call this before torch.compile, under which no
+        batch is taken, and before DDP with the same data in every process.
+        """
+        norms = [(part, part.training) for part in self.modules() if isinstance(part, ActNorm)]
+        try:
+            for part, _ in norms:
+                part.training = True
+            self(x, key_padding_mask)
+        finally:
+            for part, training in norms:
+                part.training = training
+
+    def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+        """Data to noise, (B, T, D) -> (B, T, D)."""
+        return self.blocks(self._checked(x), key_padding_mask)
+
+    def inverse(self, y: Tensor, key_padding_mask: Tensor | None = None, **options: Any) -> Tensor:
+        """Noise to data, (B, T, D) -> (B, T, D); options of :meth:`InvertibleSequential.inverse`."""
+        return self.blocks.inverse(self._checked(y), key_padding_mask, **options)
+
+    def forward_and_log_det(
+        self, x: Tensor, key_padding_mask: Tensor | None = None, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        """The noise (B, T, D) and log|det| (B,); options of the stack's method of this name."""
+        return self.blocks.forward_and_log_det(self._checked(x), key_padding_mask, **options)
+
+    def inverse_and_log_det(
+        self, y: Tensor, key_padding_mask: Tensor | None = None, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        """The data (B, T, D) and log|det| of the inverse (B,); options of the stack's method."""
+        return self.blocks.inverse_and_log_det(self._checked(y), key_padding_mask, **options)
+
+    def log_prob(
+        self,
+        x: Tensor,
+        key_padding_mask: Tensor | None = None,
+        *,
+        method: str | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """log p(x) of each sequence or set, (B,); padded tokens do not count.
+
+        Args:
+            x: data (B, T, D).
+            key_padding_mask: (B, T), True (or -inf) at padded tokens.
+            method: "exact", "causal", "series" or "roulette", see
+                :meth:`InvertibleSequential.forward_and_log_det`.
+            generator: of random log-determinants.
+        """
+        noise, log_det = self.forward_and_log_det(
+            x, key_padding_mask, method=method, generator=generator
+        )
+        return self._base_log_prob(noise, padding(key_padding_mask, x)) + log_det
+
+    @torch.no_grad()
+    def sample(
+        self,
+        n: int,
+        seq_len: int | None = None,
+        *,
+        key_padding_mask: Tensor | None = None,
+        generator: torch.Generator | None = None,
+        tol: float | None = None,
+        max_iter: int | None = None,
+    ) -> Tensor:
+        """Draws n sequences or sets, (n, seq_len, D), without gradients.
+
+        Args:
+            n: how many.
+            seq_len: tokens of each; default the flow's own ``seq_len``.
+            key_padding_mask: (n, seq_len), True at tokens to leave out: they are zero, and the others
+                are drawn as samples of their number.
+            generator: of the noise.
+            tol: of the inverse, for each block.
+            max_iter: of the inverse, for each block.
+        """
+        tokens = self.seq_len if seq_len is None else seq_len
+        for name, number in (("seq_len", tokens), ("dim", self.dim)):
+            if number is None:
+                raise ValueError(f"sample needs {name}: the flow was built without one")
+        noise = self._base_sample((n, cast(int, tokens), cast(int, self.dim)), generator)
+        padded = padding(key_padding_mask, noise)
+        return without_padding(self.inverse(noise, key_padding_mask, tol=tol, max_iter=max_iter), padded)
+
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}, seq_len={self.seq_len}, base={self.base}"
+
+    def _checked(self, x: Tensor) -> Tensor:
+        """x; raises unless it is (B, T, D) of the flow's width, length and dtype."""
+        if x.ndim != 3 or (self.dim is not None and x.shape[-1] != self.dim):
+            dim = "D" if self.dim is None else self.dim
+            raise ValueError(f"a flow of dim={dim} takes tensors (B, T, {dim}), got {tuple(x.shape)}")
+        if self.seq_len is not None and x.shape[1] > self.seq_len:
+            raise ValueError(f"the flow has seq_len={self.seq_len}, got {x.shape[1]} tokens")
+        own = next((p.dtype for p in self.blocks.parameters()), x.dtype)
+        if x.dtype != own and not torch.is_autocast_enabled(x.device.type):
+            raise ValueError(f"the flow's weights are {own}, got {x.dtype}")
+        return x
+
+    def _base_log_prob(self, noise: Tensor, padded: Tensor | None) -> Tensor:
+        """log p_0 of noise (B, T, D) without its padded tokens, (B,)."""
+        noise = without_padding(noise, padded)
+        parts = standard_normal_log_prob(noise) if self.base is None else self.base.log_prob(noise)
+        if padded is not None:
+            if parts.ndim == 1:
+                raise ValueError(
+                    "with padding the base must be a distribution of numbers or tokens, got one of "
+                    f"events {tuple(noise.shape[1:])}"
+                )
+            mask = padded if parts.ndim == 2 else padded.unsqueeze(-1)
+            parts = torch.where(mask, 0.0, parts)
+        return parts.flatten(1).sum(-1) if parts.ndim > 1 else parts
+
+    def _base_sample(self, shape: tuple[int, int, int], generator: torch.Generator | None) -> Tensor:
+        like = next(self.blocks.parameters(), torch.empty(()))
+        if self.base is None:
+            return torch.randn(shape, generator=generator, dtype=like.dtype, device=like.device)
+        size = torch.Size(shape[: 3 - len(_shape(self.base))])
+        if generator is None:
+            noise = self.base.sample(size)
+        else:
+            # Distributions draw from torch's global generator: seed it for this one draw.
+            seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
+            with torch.random.fork_rng():
+                torch.manual_seed(seed)
+                noise = self.base.sample(size)
+        if noise.shape != shape:
+            raise ValueError(f"the base draws {tuple(noise.shape)} where noise is {shape}")
+        return noise.to(like)
+
+
+def _shape(base: Any) -> tuple[int, ...]:
+    """What one draw of a base looks like: () a number, (D,) a token, (T, D) an event."""
+    return (*getattr(base, "batch_shape", ()), *getattr(base, "event_shape", ()))
+
+
+@register_bound(Flow)
+def _(module: Flow, ask: Ask) -> Bound:
+    return times(ask.child(module.blocks, "blocks"))
