@@ -33,7 +33,8 @@ from lipformer.functional.gain.maxima import (
     log_term,
     max_of_concave,
 )
-from lipformer.functional.gain.rows import log_mass, round_up, theorem_e
+from lipformer.functional.gain.rows import log_mass, theorem_e
+from lipformer.functional.rounding import enlarge
 
 # theta / D as a term (c, p, q, s) in u = D - 1.
 _RATIO: Term = (1.0, 1, 1, 2)
@@ -127,4 +128,4 @@ def theorem_c_plus(n: float, slope: float = 0.0) -> float:
         q = pointwise(x, log_b)
         return alibi_column(q, n, slope) if slope else (n - 1) * q.entry(0.0)
 
-    return round_up(theorem_e(log_b) + math.sqrt(column(best_x(column, rounds=9))))
+    return enlarge(theorem_e(log_b) + math.sqrt(column(best_x(column, rounds=9))))

@@ -50,7 +50,8 @@ from lipformer.functional.gain.maxima import (
     product,
     sample_rows,
 )
-from lipformer.functional.gain.rows import log_mass, round_up, spread, theorem_e
+from lipformer.functional.gain.rows import log_mass, spread, theorem_e
+from lipformer.functional.rounding import enlarge
 
 # Terms (c, p, q, s) in u = D - 1: theta with the own key apart, 1/D, 1 - 1/D and (D - 1)/D^2.
 _APART: list[Term] = [(1.0, 1, 1, 1)]
@@ -233,7 +234,7 @@ def theorem_a_plus(n: float) -> float:
         The gain, rounded up.
     """
     log_b = log_mass(n)
-    return round_up(2 * spread(log_b) + math.sqrt(unmasked_column(n, log_b, own=True)))
+    return enlarge(2 * spread(log_b) + math.sqrt(unmasked_column(n, log_b, own=True)))
 
 
 def theorem_b_plus(n: float, slope: float = 0.0) -> float:
@@ -251,7 +252,7 @@ def theorem_b_plus(n: float, slope: float = 0.0) -> float:
         The gain, rounded up.
     """
     log_b = log_mass(n, slope)
-    return round_up(2 * spread(log_b) + math.sqrt(causal_column(n, slope, log_b, own=True)))
+    return enlarge(2 * spread(log_b) + math.sqrt(causal_column(n, slope, log_b, own=True)))
 
 
 def theorem_a_plus_plus(n: float) -> float:
@@ -264,7 +265,7 @@ def theorem_a_plus_plus(n: float) -> float:
         The gain, rounded up.
     """
     log_b = log_mass(n)
-    return round_up(theorem_e(log_b) + math.sqrt(unmasked_column(n - 1, log_b, own=False)))
+    return enlarge(theorem_e(log_b) + math.sqrt(unmasked_column(n - 1, log_b, own=False)))
 
 
 def theorem_b_plus_plus(n: float, slope: float = 0.0) -> float:
@@ -278,4 +279,4 @@ def theorem_b_plus_plus(n: float, slope: float = 0.0) -> float:
         The gain, rounded up.
     """
     log_b = log_mass(n, slope)
-    return round_up(theorem_e(log_b) + math.sqrt(causal_column(n - 1, slope, log_b, own=False)))
+    return enlarge(theorem_e(log_b) + math.sqrt(causal_column(n - 1, slope, log_b, own=False)))
