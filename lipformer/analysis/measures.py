@@ -133,11 +133,8 @@ def split_gain(attn: Attention, x: Tensor, weights: Tensor) -> Tensor:
 
     .. math:: \max\big(\|D_a^{1/2} J D_a^{-1/2}\|,\ \max_i \|G_i\|\big), \qquad G_i = \nabla T_\mu(x_i)
 
-    G is the derivative in the query alone, the measure being fixed. Proof: copies of token i with
-    weights :math:`a_{ik}` move by :math:`\bar e_i + d_{ik}`, :math:`\sum_k a_{ik} d_{ik} = 0`. The
-    measure, to first order, sees the means alone, so that copy k's image moves by
-    :math:`(J\bar e)_i + d_{ik} G_i`, and in input and output the squared lengths of the two parts add
-    up. Two copies :math:`x_i \pm t e` reach :math:`\|G_i\|` (`split_attack`). For dot-product attention
+    G is the derivative in the query alone, the measure being fixed (docs/theory, section 7). Two copies
+    :math:`x_i \pm t e` reach :math:`\|G_i\|` (`split_attack`). For dot-product attention
     :math:`G_i = \sum_h A_h C^h_i W_h` with the covariance :math:`C^h_i` of tokens under :math:`P^h_i`
     (for one head Castin, Ablin, Peyré's :math:`\|V C_i A\|`); for L2 attention with keys
     :math:`y = x W_h` and outputs :math:`M_h` it is :math:`\sum_h 2 t_h W_h C^h_i M_h`, C of the keys.

@@ -80,18 +80,7 @@ def ball_bound(
     joined by `combine_heads`. Causal attention also obeys `mean_field_bound`: the smaller of the two is
     returned.
 
-    Proof. With :math:`q_i = x_i A + b`, weights P, means :math:`m_i` and covariances :math:`C_i` of the
-    tokens under :math:`P_i`, the derivative along e is
-
-    .. math:: \textstyle\sum_j P_{ij} e_j + e_i A C_i + \sum_j P_{ij} \langle q_i, e_j\rangle (x_j - m_i)
-
-    1. Logits lie in :math:`[-\beta, \beta]`, so that a weight in a row of k keys is at most
-       :math:`1/(1 + (k-1)e^{-2\beta})`. Hence columns of P sum to at most c and rows to one:
-       :math:`\|P\| \le \sqrt c`.
-    2. A variance in the ball is at most :math:`R^2`: :math:`\|A C_i\| \le \alpha`.
-    3. By Cauchy-Schwarz under :math:`P_i` the squared length of the third term is at most
-       :math:`\|C_i\| \|q_i\|^2 \sum_j P_{ij} \|e_j\|^2`, and the sum over i at most
-       :math:`\beta^2 c \|e\|^2`.
+    Proof: docs/theory, section 7.
 
     Without bias this is below :math:`\sqrt 3\,\|W\| (\alpha^2 (4n+1) + n)^{1/2}`, Theorem 3.3 of Castin,
     Ablin, Peyré (How Smooth Is Attention?, 2024), for :math:`(x+y+z)^2 \le 3(x^2+y^2+z^2)` and c <= n;

@@ -170,13 +170,12 @@ def _mixing(weights: Tensor, values: Tensor) -> Tensor:
 def _own_and_feedback(maps: AttentionMaps, x: Tensor, weights: Tensor) -> Tensor:
     r"""Upper bound of the second and the third term of the derivative, all heads and values together.
 
-    The second acts on each token alone, :math:`e_i \sum_h A_h C^h_i W_h`, so that its norm is the
-    largest of those. The third, by Cauchy-Schwarz over heads h and keys j with weights :math:`P^h_{ij}`
-    and any :math:`c_h > 0`: with :math:`\kappa_i = \|\sum_h W_h^\top C^h_i W_h / c_h^2\|` the squared
-    length of its row i is at most :math:`\kappa_i \sum_{hj} c_h^2 P^h_{ij} \langle q^h_i, e_j\rangle^2`,
-    and the sum over i at most
-    :math:`\|e\|^2 \max_j \|\sum_{ih} \kappa_i c_h^2 P^h_{ij}\, q_i^{h\top} q^h_i\|`. The smaller of c =
-    1 and :math:`c_h^2 = \|W_h\| / \max_i \|q^h_i\|` is taken.
+    .. math:: \max_i \Big\|\sum_h A_h C^h_i W_h\Big\| +
+              \max_j \Big\|\sum_{ih} \kappa_i c_h^2 P^h_{ij}\, q_i^{h\top} q^h_i\Big\|^{1/2}, \qquad
+              \kappa_i = \Big\|\sum_h W_h^\top C^h_i W_h / c_h^2\Big\|
+
+    for any :math:`c_h > 0` (docs/theory, section 7); the smaller of c = 1 and
+    :math:`c_h^2 = \|W_h\| / \max_i \|q^h_i\|` is taken.
     """
     values, query = maps.values, maps.queries(x)
     longest = torch.linalg.vector_norm(query, dim=-1).amax(-1)  # (*, H)

@@ -247,11 +247,9 @@ def covariance_term(
 ) -> Tensor:
     r"""Upper bound of :math:`\|\sum_h (P_h' - P_h) X W_h\|` through covariances: the best for small eps.
 
-    Along the segment of logits, row i of head h moves with the covariance of the change
-    :math:`e_i A x_j + (u_i + e_i A) e_j` of its logits and of the values :math:`x_j W`, at most the
-    product of their standard deviations. Every weight on the way is at most :math:`\hat P_{ij}`, so with
-    the second moments :math:`\kappa_i = \sum_j \hat P_{ij} |(x_j - m_i) A^\top|^2` and
-    :math:`\nu_i = \sum_j \hat P_{ij} |(x_j - m_i) W|^2` it is at most
+    With weights on the way of at most :math:`\hat P_{ij}` and the second moments
+    :math:`\kappa_i = \sum_j \hat P_{ij} |(x_j - m_i) A^\top|^2`,
+    :math:`\nu_i = \sum_j \hat P_{ij} |(x_j - m_i) W|^2` it is at most (docs/theory, section 7)
 
     .. math:: \epsilon \max_i \sum_h (\kappa_i \nu_i)^{1/2} + \epsilon \sum_h
               \bigl(\max_j \textstyle\sum_i \hat P_{ij}\, \nu_i\, (|u_i| + \epsilon\|A\|)^2\bigr)^{1/2}.
@@ -327,24 +325,13 @@ def remainder_term(
 ) -> Tensor:
     r"""Upper bound of :math:`\|f(X + E) - f(X) - Df(X) E\|`, of order :math:`\epsilon^2`.
 
-    Let :math:`\delta_j` be the change of the logits of row i, :math:`v_j` the values at X. Then
-    :math:`(P' - P)(X + E)W` differs from its linear part by three terms.
+    .. math:: \epsilon^2 \Bigl( \tfrac12 \max_i (V_i s_i)\, S + \|A\| \max_{ij} (p_{ij} \nu_i)^{1/2} +
+              \max_i s_i\, \bigl(\max_j \textstyle\sum_i \hat P_{ij}\bigr)^{1/2} \|W\| \Bigr)
 
-    1. The second derivative of the softmax along :math:`\delta`, integrated: at most half the largest
-       :math:`|E_p[(\delta - \bar\delta)^2 (v - \bar v)]| \le V_i \sigma_i^2`, with :math:`V_i` the
-       largest distance of a value from a mean on the way and :math:`\sigma_i` the standard deviation of
-       :math:`\delta`. As :math:`\delta_j = e_i \cdot z_j + (u_i + e_i A) \cdot e_j` and every weight on
-       the way is at most :math:`\hat P_{ij}`,
-       :math:`\sigma_i \le |e_i| \sqrt{\kappa_i} + L_i (\sum_j \hat P_{ij} |e_j|^2)^{1/2}`, where
-       :math:`\kappa_i = \sum_j \hat P_{ij} |z_j - \bar z_i|^2`, :math:`L_i = |u_i| + \epsilon \|A\|`.
-       Hence :math:`\sigma_i \le \epsilon s_i`, :math:`s_i = \sqrt{\kappa_i} + L_i \max_j
-       \hat P_{ij}^{1/2}`, and :math:`(\sum_i \sigma_i^2)^{1/2} \le \epsilon S`, :math:`S = \max_i
-       \sqrt{\kappa_i} + (\max_j \sum_i L_i^2 \hat P_{ij})^{1/2}`. Together
-       :math:`\tfrac12 \epsilon^2 \max_i (V_i s_i)\, S`.
-    2. The covariance of :math:`e_i A \cdot e_j` and the values: :math:`\epsilon^2 \|A\| \max_{ij}
-       (p_{ij} \nu_i)^{1/2}` with :math:`\nu_i = \sum_j p_{ij} |v_j - m_i|^2`.
-    3. :math:`(P' - P) E W`, a covariance of :math:`\delta` and :math:`e_j W` on the way:
-       :math:`\epsilon^2 \max_i s_i\, (\max_j \sum_i \hat P_{ij})^{1/2} \|W\|`.
+    with :math:`\kappa_i = \sum_j \hat P_{ij} |z_j - \bar z_i|^2`,
+    :math:`s_i = \sqrt{\kappa_i} + L_i \max_j \hat P_{ij}^{1/2}`,
+    :math:`S = \max_i \sqrt{\kappa_i} + (\max_j \sum_i L_i^2 \hat P_{ij})^{1/2}` and
+    :math:`\nu_i = \sum_j p_{ij} |v_j - m_i|^2` (docs/theory, section 7).
 
     Args:
         eps: (*,).
