@@ -1,15 +1,160 @@
-"""The maps of single tokens that an attention layer is made of, read from its weights."""
+"""Dot-product attention read from a layer's weights: as projections, or as maps of single tokens."""
 
 from __future__ import annotations
 
+import dataclasses
+from dataclasses import dataclass
 from typing import Protocol, cast, runtime_checkable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lipformer.analysis.inputs import check_finite
-from lipformer.functional.attention.maps import AttentionMaps
+from lipformer.functional.attention.maps import AttentionMaps, TensorParts
 from lipformer.layers import L2MultiheadAttention
+from lipformer.layers.attention.positions import rotary_angles, rotate
+
+
+@dataclass(frozen=True, eq=False)
+class Heads(TensorParts):
+    r"""Pure attention of tokens (rows) x: no residual, no normalisation, no dropout.
+
+    .. math:: S^h_{ij} = s\,(x_i Q_h + q_h) \cdot (x_j K_h + k_h) + B^h_{ij}, \qquad
+              f(x)_i = c + \sum_h \sum_j \mathrm{softmax}_j(S^h_{ij})\, (x_j V_h + v_h) O_h
+
+    It is the function of `AttentionMaps` in factors of rank d, the width of a head: a product with its
+    Jacobian costs :math:`O(N D^2 + N^2 D)`, not :math:`O(H N D^2 + H N^2 D)`. Without `out` the heads
+    are concatenated.
+
+    Attributes:
+        query: Q, (H, D, d).
+        key: K, (H, D, d).
+        value: V, (H, D, e).
+        out: O, (H, e, E), or None.
+        scale: s.
+        query_bias: q, (H, d).
+        key_bias: k, (H, d); it matters only with `rotary`.
+        value_bias: v, (H, e).
+        out_bias: c, (E,); not without `out`.
+        causal: token i sees tokens j <= i alone.
+        rotary: queries and keys are turned by rotary positions.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    out: Tensor | None
+    scale: float
+    query_bias: Tensor | None = None
+    key_bias: Tensor | None = None
+    value_bias: Tensor | None = None
+    out_bias: Tensor | None = None
+    causal: bool = False
+    rotary: bool = False
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """f(x), (*, N, D) -> (*, N, E).
+
+        Args:
+            x: tokens.
+            bias: B, added to the logits, broadcastable to (*, H, N, N); -inf where i may not see j.
+        """
+        q, k = _projected(x, self.query, self.query_bias), _projected(x, self.key, self.key_bias)
+        if self.rotary:
+            angles = rotary_angles(x.shape[-2], q.shape[-1], 0, x.device)
+            q, k = rotate(q, *angles), rotate(k, *angles)
+        scores = (self.scale * q) @ k.mT
+        if bias is not None:
+            scores = scores + bias.to(scores.dtype)
+        if self.causal:
+            ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
+            scores = scores.masked_fill(ahead, -torch.inf)
+        mixed = scores.softmax(-1) @ _projected(x, self.value, self.value_bias)
+        if self.out is None:
+            return mixed.transpose(-2, -3).flatten(-2)
+        result = torch.einsum("...hne,hef->...nf", mixed, self.out)
+        return result if self.out_bias is None else result + self.out_bias
+
+    def without_projection(self) -> Heads:
+        """The same heads, concatenated instead of projected."""
+        return dataclasses.replace(self, out=None, out_bias=None)
+
+    def largest_logit(self, x: Tensor) -> float:
+        """s max |query| max |key|: the scale of the rounding errors of the logits."""
+        q, k = _projected(x, self.query, self.query_bias), _projected(x, self.key, self.key_bias)
+        return abs(self.scale) * float(q.norm(dim=-1).amax() * k.norm(dim=-1).amax())
+
+    @property
+    def constant(self) -> Tensor | None:
+        """What every token gets whatever the tokens are, (E,): the biases of values and output."""
+        bias = self.value_bias
+        if bias is None:
+            return self.out_bias
+        shift = bias.flatten() if self.out is None else torch.einsum("he,hef->f", bias, self.out)
+        return shift if self.out_bias is None else shift + self.out_bias
+
+    def attention_maps(self) -> AttentionMaps:
+        """As maps of single tokens in float64, the form that bounds take.
+
+        Raises:
+            ValueError: with `rotary`, whose logits are no function of two tokens alone.
+        """
+        if self.rotary:
+            raise ValueError("rotary positions have no AttentionMaps: their logits depend on i - j")
+        out = self.out
+        if out is None:
+            heads, width = self.value.shape[0], self.value.shape[2]
+            out = torch.eye(heads * width, dtype=self.value.dtype, device=self.value.device)
+            out = out.reshape(heads, width, heads * width)
+        return AttentionMaps.from_projections(
+            self.query, self.key, self.value, out,
+            scale=self.scale, query_bias=self.query_bias, value_bias=self.value_bias,
+            out_bias=self.out_bias, causal=self.causal,
+        )  # fmt: skip
+
+
+def _projected(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x W_h + b_h for each head, (*, N, D) -> (*, H, N, d)."""
+    made = torch.einsum("...nd,hde->...hne", x, weight)
+    return made if bias is None else made + bias[:, None]
+
+
+def torch_heads(layer: nn.MultiheadAttention) -> Heads:
+    """The heads of torch's layer; ValueError where keys or values are more than its own tokens."""
+    if layer.in_proj_weight is None or layer.bias_k is not None or layer.add_zero_attn:
+        raise ValueError(
+            "a torch.nn.MultiheadAttention must have kdim = vdim = embed_dim, no add_bias_kv and no "
+            f"add_zero_attn to be self-attention alone, got kdim={layer.kdim}, vdim={layer.vdim}, "
+            f"embed_dim={layer.embed_dim}, add_bias_kv={layer.bias_k is not None}, "
+            f"add_zero_attn={layer.add_zero_attn}"
+        )
+    scale = float((layer.embed_dim // layer.num_heads) ** -0.5)
+    weights, biases = [*layer.in_proj_weight.mT.chunk(3, -1)], thirds(layer.in_proj_bias)
+    out = layer.out_proj
+    return split_heads(weights, biases, layer.num_heads, out.weight.mT, out.bias, scale, False)
+
+
+def split_heads(
+    weights: list[Tensor],
+    biases: list[Tensor | None],
+    heads: int,
+    out: Tensor,
+    out_bias: Tensor | None,
+    scale: float,
+    causal: bool,
+    rotary: bool = False,
+) -> Heads:
+    """From the weights (D, H d) of all heads side by side, query, key and value in this order."""
+    q, k, v = (w.reshape(w.shape[0], heads, -1).transpose(0, 1) for w in weights)
+    qb, kb, vb = (None if b is None else b.reshape(heads, -1) for b in biases)
+    return Heads(
+        q, k, v, out.reshape(heads, -1, out.shape[-1]), scale, qb, kb, vb, out_bias, causal, rotary
+    )
+
+
+def thirds(bias: Tensor | None) -> list[Tensor | None]:
+    """The biases of query, key and value that lie in one vector."""
+    return [None, None, None] if bias is None else [*bias.chunk(3)]
 
 
 @runtime_checkable
@@ -40,7 +185,7 @@ def attention_maps(attn: Attention) -> AttentionMaps:
     if isinstance(attn, AttentionMaps):
         return attn
     if isinstance(attn, nn.MultiheadAttention):
-        return _torch_maps(attn)
+        return torch_heads(attn).attention_maps()
     if isinstance(attn, HasAttentionMaps):
         return _own_maps(attn)
     raise TypeError(
@@ -62,23 +207,12 @@ def _pointer(attn: object) -> str:
 
 def finite_maps(attn: Attention) -> AttentionMaps:
     """`attention_maps` in float64 for bounds; ValueError for NaN or infinite entries."""
-    maps = attention_maps(attn).double()
+    maps = attention_maps(attn).to(torch.float64)
     for name in ("logits", "values", "offset"):
         part = getattr(maps, name)
         if part is not None:
             check_finite(part, f"the {name} of attention")
     return maps
-
-
-def check_self_attention(layer: nn.MultiheadAttention) -> None:
-    """ValueError for a torch layer whose keys or values are more than its own tokens."""
-    if layer.in_proj_weight is None or layer.bias_k is not None or layer.add_zero_attn:
-        raise ValueError(
-            "a torch.nn.MultiheadAttention must have kdim = vdim = embed_dim, no add_bias_kv and no "
-            f"add_zero_attn to be self-attention alone, got kdim={layer.kdim}, vdim={layer.vdim}, "
-            f"embed_dim={layer.embed_dim}, add_bias_kv={layer.bias_k is not None}, "
-            f"add_zero_attn={layer.add_zero_attn}"
-        )
 
 
 class _Reader(nn.Module):
@@ -95,24 +229,8 @@ class _Reader(nn.Module):
 def _own_maps(module: HasAttentionMaps) -> AttentionMaps:
     """What a module's method gives with its weights in float64, whatever products it forms."""
     if not isinstance(module, nn.Module):
-        return module.attention_maps().double()
+        return module.attention_maps().to(torch.float64)
     reader = _Reader(module)
     tensors = (*reader.named_parameters(), *reader.named_buffers())
     wide = {name: t.double() for name, t in tensors if t.is_floating_point()}
-    return torch.func.functional_call(reader, wide, ()).double()
-
-
-def _torch_maps(layer: nn.MultiheadAttention) -> AttentionMaps:
-    check_self_attention(layer)
-    heads, dim = layer.num_heads, layer.embed_dim
-    q, k, v = (w.mT.reshape(dim, heads, -1).transpose(0, 1) for w in layer.in_proj_weight.chunk(3))
-    query_bias = value_bias = None
-    if layer.in_proj_bias is not None:
-        b = layer.in_proj_bias.chunk(3)
-        query_bias, value_bias = b[0].reshape(heads, -1), b[2].reshape(heads, -1)
-    out = layer.out_proj.weight.mT.reshape(heads, -1, dim)
-    scale = float((dim // heads) ** -0.5)
-    return AttentionMaps.from_projections(
-        q, k, v, out,
-        scale=scale, query_bias=query_bias, value_bias=value_bias, out_bias=layer.out_proj.bias,
-    )  # fmt: skip
+    return torch.func.functional_call(reader, wide, ()).to(torch.float64)

@@ -51,7 +51,7 @@ def measure_attention(attn: Attention, x: Tensor, weights: Tensor) -> Tensor:
         The tokens (*, N, E) of the image, whose weights are a, in x's dtype. Dropout is off.
     """
     logs = _log_weights(attn, x, weights)
-    return _field(attn, x.dtype, x.shape[-1])(x, x, logs.to(x.dtype))
+    return _field(attn, x.dtype)(x, x, logs.to(x.dtype))
 
 
 @torch.no_grad()
@@ -85,7 +85,12 @@ def measure_gain(attn: Attention, x: Tensor, weights: Tensor) -> Tensor:
 
     batch, (n, d) = x.shape[:-2], x.shape[-2:]
     tokens, flat = x.reshape(-1, n, d), a.reshape(-1, n)
-    _check_size(n, max(d, image(tokens[:1], flat[:1]).shape[-1]))
+    width = max(d, image(tokens[:1], flat[:1]).shape[-1])
+    if n * width > _DENSE:
+        raise ValueError(
+            f"the Jacobian of {n} tokens of width {width} is too large: N max(D, E) must be at most "
+            f"{_DENSE} to be exact; measure_gain_estimate needs no Jacobian"
+        )
     jacobian = torch.func.vmap(torch.func.jacrev(image))(tokens, flat)
     size = flat.sqrt()
     scaled = jacobian * size[:, :, None, None, None] / size[:, None, None, :, None]
@@ -112,9 +117,7 @@ def measure_gain_estimate(
     Returns:
         An `Estimate`; its direction is that of the tokens, times the roots of the weights.
     """
-    field, x, a = _wide(attn, x, weights)
-    if x.ndim != 2:
-        raise ValueError(f"x must be one cloud (N, D), got {tuple(x.shape)}")
+    field, x, a = _wide(attn, x, weights, single=True)
     size, log_weights = a.sqrt()[:, None], a.log()
 
     def image(scaled: Tensor) -> Tensor:
@@ -130,23 +133,14 @@ def split_gain(attn: Attention, x: Tensor, weights: Tensor) -> Tensor:
 
     .. math:: \max\big(\|D_a^{1/2} J D_a^{-1/2}\|,\ \max_i \|G_i\|\big), \qquad G_i = \nabla T_\mu(x_i)
 
-    G is the derivative in the query alone, the measure being fixed. Proof: copies of token i with
-    weights :math:`a_{ik}` move by :math:`\bar e_i + d_{ik}`, :math:`\sum_k a_{ik} d_{ik} = 0`. The
-    measure, to first order, sees the means alone, so that copy k's image moves by
-    :math:`(J\bar e)_i + d_{ik} G_i`, and in input and output the squared lengths of the two parts add
-    up. Two copies :math:`x_i \pm t e` reach :math:`\|G_i\|` (`split_attack`). For dot-product attention
+    G is the derivative in the query alone, the measure being fixed (docs/theory, section 7). Two copies
+    :math:`x_i \pm t e` reach :math:`\|G_i\|` (`split_attack`). For dot-product attention
     :math:`G_i = \sum_h A_h C^h_i W_h` with the covariance :math:`C^h_i` of tokens under :math:`P^h_i`
     (for one head Castin, Ablin, Peyré's :math:`\|V C_i A\|`); for L2 attention with keys
     :math:`y = x W_h` and outputs :math:`M_h` it is :math:`\sum_h 2 t_h W_h C^h_i M_h`, C of the keys.
     Exact if the images of distinct tokens are distinct, else an upper bound (mass may swap).
 
-    Args:
-        attn: as in `measure_attention`.
-        x: tokens (*, N, D), N max(D, E) <= 4096.
-        weights: (*, N).
-
-    Returns:
-        (*,), float64.
+    Args and Returns are those of `measure_gain`.
     """
     queries = torch.linalg.matrix_norm(_query_jacobians(attn, x, weights), ord=2).amax(-1)
     return torch.maximum(measure_gain(attn, x, weights), queries)
@@ -191,19 +185,15 @@ def split_attack(
         A `SplitAttack`; its ratio is a lower bound of the W2 Lipschitz constant on any set that holds
         both clouds, up to rounding errors of some 1e-15 of the tokens over :math:`t\\sqrt{a_i}`.
     """
-    if isinstance(step, bool) or not isinstance(step, (int, float)) or not 0 < step < math.inf:
-        raise ValueError(f"step must be positive and finite, got {step!r}")
-    field, wide, a = _wide(attn, x, weights)
-    if wide.ndim != 2:
-        raise ValueError(f"x must be one cloud (N, D), got {tuple(x.shape)}")
+    field, wide, a = _wide(attn, x, weights, single=True)
     jacobians = _query_jacobians(attn, x, weights)  # (N, E, D): acts on columns
     norms = torch.linalg.matrix_norm(jacobians, ord=2)
     token = int(norms.argmax())
     least = _LEAST_MOVE * float(wide.norm(dim=-1).max() / a[token].sqrt())
-    if step < least:
+    if not max(least, torch.finfo(torch.float64).tiny) <= step < math.inf:
         raise ValueError(
             f"step must be at least {least:.1e} for token {token}, 1e-8 of the longest token over the "
-            f"root of its weight, else rounding decides; got {step!r}"
+            f"root of its weight, else rounding decides, and finite and positive; got {step!r}"
         )
     direction = torch.linalg.svd(jacobians[token]).Vh[0]
     moved = torch.cat([wide, wide[token, None] - step * direction])
@@ -214,8 +204,6 @@ def split_attack(
     after = field(moved, moved, halved.log())
     nearest = (after[:, None] - before).square().sum(-1).amin(1)
     ratio = ((halved * nearest).sum() / a[token]).sqrt() / step
-    if not bool(ratio.isfinite()):
-        raise ValueError(f"step must be small enough for images to be finite, got {step!r}")
     return SplitAttack(token, direction, float(step), float(norms[token]), float(ratio))
 
 
@@ -234,27 +222,21 @@ def _query_jacobians(attn: Attention, x: Tensor, weights: Tensor) -> Tensor:
     return found.reshape(*x.shape[:-1], *found.shape[-2:])
 
 
-def _field(attn: Attention, dtype: torch.dtype, width: int) -> Field:
-    """T_mu with weights converted to dtype, for tokens of a width."""
+def _field(attn: Attention, dtype: torch.dtype) -> Field:
+    """T_mu with weights converted to dtype."""
     if isinstance(attn, L2MultiheadAttention):
-        _check_width(width, attn.q_proj.weight.shape[1])
         return _l2_field(attn, dtype)
     maps = attention_maps(attn)
     if maps.causal:
         raise ValueError(
             "a measure has no order, so that attention on it is not causal; got causal maps"
         )
-    _check_width(width, maps.logits.shape[-1])
-    logits, values = maps.logits.to(dtype), maps.values.to(dtype)
-    offset = None if maps.offset is None else maps.offset.to(dtype)
-    constant = None if maps.constant is None else maps.constant.to(dtype)
+    maps = maps.to(dtype)
 
     def field(query: Tensor, x: Tensor, log_weights: Tensor) -> Tensor:
-        rows = query[..., None, :, :] @ logits
-        rows = rows if offset is None else rows + offset[:, None]
-        scores = rows @ x[..., None, :, :].mT + log_weights[..., None, None, :]
-        out = (scores.softmax(-1) @ (x[..., None, :, :] @ values)).sum(-3)
-        return out if constant is None else out + constant
+        scores = maps.queries(query) @ x[..., None, :, :].mT + log_weights[..., None, None, :]
+        out = (scores.softmax(-1) @ (x[..., None, :, :] @ maps.values)).sum(-3)
+        return out if maps.constant is None else out + maps.constant
 
     return field
 
@@ -283,11 +265,15 @@ def _l2_field(layer: L2MultiheadAttention, dtype: torch.dtype) -> Field:
     return field
 
 
-def _wide(attn: Attention, x: Tensor, weights: Tensor) -> tuple[Field, Tensor, Tensor]:
+def _wide(
+    attn: Attention, x: Tensor, weights: Tensor, *, single: bool = False
+) -> tuple[Field, Tensor, Tensor]:
     """The field, tokens and weights (summing to one) in float64, without gradient."""
+    if single and x.ndim != 2:
+        raise ValueError(f"x must be one cloud (N, D), got {tuple(x.shape)}")
     with torch.no_grad():
         a = _log_weights(attn, x, weights).softmax(-1)
-        field = _field(attn, torch.float64, x.shape[-1])
+        field = _field(attn, torch.float64)
     return field, x.detach().double(), a
 
 
@@ -298,33 +284,15 @@ def _log_weights(attn: Attention, x: Tensor, weights: Tensor) -> Tensor:
     """
     check_tokens(x)
     check_order(attn, x)
-    if not isinstance(weights, Tensor):
-        raise ValueError(f"weights must be a tensor (*, N), got {type(weights).__name__}")
-    shape = tuple(x.shape[:-1])
-    if weights.ndim < 1 or weights.shape != shape[len(shape) - weights.ndim :]:
-        raise ValueError(f"weights must be (*, N) = {shape} or (N,), got {tuple(weights.shape)}")
-    given = weights.double()
-    bad = ~((given > 0) & given.isfinite())
-    if bool(bad.any()):
-        raise ValueError(f"weights must be positive and finite, got {float(given[bad][0])}")
-    logs = given.log()
+    if weights.shape not in (x.shape[:-1], x.shape[-2:-1]):
+        raise ValueError(
+            f"weights must be (*, N) = {tuple(x.shape[:-1])} or (N,), got {tuple(weights.shape)}"
+        )
+    logs = weights.double().log()
     logs = logs - logs.amax(-1, keepdim=True)
-    if float(logs.detach().min()) < _LEAST_LOG:
+    if not bool((logs.detach() >= _LEAST_LOG).all()):  # also for NaN
         raise ValueError(
-            "weights must be at least 1e-300 of the largest, got a least one of "
-            f"{float(given.min())} and a largest one of {float(given.max())}"
+            "weights must be positive, finite and at least 1e-300 of the largest, got "
+            f"{float(weights.min())}..{float(weights.max())}"
         )
-    return logs.expand(shape)
-
-
-def _check_width(given: int, width: int) -> None:
-    if given != width:
-        raise ValueError(f"x must be tokens (*, N, {width}), got width {given}")
-
-
-def _check_size(n: int, width: int) -> None:
-    if n * width > _DENSE:
-        raise ValueError(
-            f"the Jacobian of {n} tokens of width {width} is too large: N max(D, E) must be at most "
-            f"{_DENSE} to be exact; measure_gain_estimate needs no Jacobian"
-        )
+    return logs.expand(x.shape[:-1])

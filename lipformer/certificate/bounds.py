@@ -13,13 +13,9 @@ from torch import Tensor, nn
 from lipformer.certificate.certificate import Certificate, NotCertifiable
 from lipformer.certificate.rules import Rules, kind_of
 from lipformer.functional import spectral_norm_bound
-from lipformer.functional.attention.checks import tracing
-
-NORMS = ("l2", "token", "self", "linf")
-
-# A composition of k numbers loses at most k roundings of 2^-53 in float64; each of them, and the
-# last conversion, is made up for by this factor.
-ROUND_UP = 1.0 + 2.0**-50
+from lipformer.functional.norms import check_norm
+from lipformer.functional.rounding import ROUND_UP
+from lipformer.functional.tracing import tracing
 
 
 @dataclass(frozen=True)
@@ -150,12 +146,6 @@ def _refuse_non_finite(module: nn.Module) -> None:
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise NotCertifiable(name, "tensor", "it is not finite", "finite weights")
-
-
-def check_norm(norm: str) -> None:
-    """Raises unless ``norm`` is one of the four."""
-    if norm not in NORMS:
-        raise ValueError(f"norm must be one of {', '.join(NORMS)}, got {norm!r}")
 
 
 def check_seq_len(seq_len: int | None) -> None:

@@ -11,7 +11,6 @@ from torch import nn
 
 from lipformer.certificate.activations import slope_of_function
 from lipformer.certificate.bounds import (
-    ROUND_UP,
     Ask,
     Bound,
     bound_rules,
@@ -19,7 +18,8 @@ from lipformer.certificate.bounds import (
     times,
     weighted_sum,
 )
-from lipformer.functional.attention.checks import tracing
+from lipformer.functional.rounding import ROUND_UP
+from lipformer.functional.tracing import tracing
 
 
 def token_axes(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module, bool]]:

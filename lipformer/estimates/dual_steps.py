@@ -22,14 +22,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-NORMS = ("l2", "token", "self", "linf")
-
-
-def check_norm(norm: str) -> None:
-    """ValueError unless `norm` is one of `NORMS`."""
-    if norm not in NORMS:
-        raise ValueError(f"norm must be one of {', '.join(map(repr, NORMS))}; got {norm!r}")
-
 
 def groups(t: Tensor, norm: str) -> Tensor:
     """A view of a stack (R, *shape) as (R, number of groups, size of a group)."""

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from lipformer.estimates.dual_steps import (
-    check_norm,
     group_norms,
     groups,
     input_step,
@@ -19,6 +18,7 @@ from lipformer.estimates.dual_steps import (
 )
 from lipformer.estimates.jacobian_products import Linearization, require_finite
 from lipformer.estimates.singular_pair import top_singular_pair
+from lipformer.functional.norms import check_norm
 
 _PATIENCE = 20  # steps that a start far behind the best one is given to catch up
 _STACK_ENTRIES = 2**20  # entries of the largest stack of directions sent through fn at once
@@ -66,7 +66,7 @@ def estimate_lipschitz(
 
     Tokens are the indices of all dimensions but the last. Samples of a batch do not interact, so
     the value of a batch is the largest over its samples. "l2" is found by Lanczos (see
-    `top_singular_pair`), the others by a power method (see `_dual_steps`). The result is reached
+    `top_singular_pair`), the others by a power method (see `dual_steps`). The result is reached
     from below: it tells what fn does at x, and nothing about other inputs.
 
     Args:
@@ -91,12 +91,9 @@ def estimate_lipschitz(
         3.0
     """
     check_norm(norm)
-    check_input("x", x)
-    if not tol > 0:
-        raise ValueError(f"tol must be positive, got {tol}")
-    check_counts(max_iter=max_iter, restarts=restarts)
+    require_finite(x, "x")
     jacobian = Linearization(fn, x)
-    require_finite(jacobian.output, "x")
+    require_finite(jacobian.output, "fn(x)")
     if norm == "self" and jacobian.output.shape[:-1] != x.shape[:-1]:
         raise ValueError(
             f"norm='self' needs an output token for each input token, got input shape "
@@ -116,25 +113,6 @@ def estimate_lipschitz(
         )
     value, direction = _attained(jacobian, direction, norm)
     return Estimate(value, direction, iterations + 1, converged, norm)
-
-
-def check_input(name: str, x: Tensor) -> None:
-    """TypeError or ValueError unless x is a finite, non-empty floating-point tensor."""
-    if not isinstance(x, Tensor) or not x.is_floating_point():
-        given = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise TypeError(f"{name} must be a real floating-point tensor, got {given}")
-    if x.ndim < 1 or x.numel() == 0:
-        raise ValueError(f"{name} must be a non-empty (*, N, D) tensor, got {tuple(x.shape)}")
-    bad = int((~torch.isfinite(x)).sum())
-    if bad:
-        raise ValueError(f"{name} must be finite, got {bad} non-finite entries of {x.numel()}")
-
-
-def check_counts(**counts: int) -> None:
-    """ValueError unless every count is at least one."""
-    for name, count in counts.items():
-        if count < 1:
-            raise ValueError(f"{name} must be at least 1, got {count}")
 
 
 def random_like(x: Tensor, count: int, generator: torch.Generator | None) -> Tensor:
@@ -163,7 +141,7 @@ def _by_lanczos(
 def _by_power(
     jacobian: Linearization, norm: str, tol: float, max_iter: int, starts: Tensor
 ) -> tuple[Tensor, int, bool]:
-    """The power method of `_dual_steps`, all starts at once, in several rounds.
+    """The power method of `dual_steps`, all starts at once, in several rounds.
 
     Left alone, most starts would climb the same hill. So each round sends them to output groups
     that no round began with, those first that the last directions moved most. It is over when
@@ -253,8 +231,7 @@ def _attained(jacobian: Linearization, v: Tensor, norm: str) -> tuple[float, Ten
     """The gain along v alone, in float64 but for the product itself, and v with norm one."""
     v = v / group_norms(v[None], norm).max().clamp_min(torch.finfo(v.dtype).tiny)
     y, v64 = jacobian.jvp(v)[None].double(), v[None].double()
-    if not bool(torch.isfinite(y).all()):
-        raise ValueError("the Jacobian of fn at x has non-finite entries")
+    require_finite(y, "the Jacobian of fn at x")
     sizes = group_norms(y, norm)
     if norm == "self":
         sizes = sizes[:, group_norms(v64, norm).argmax()]

@@ -1,7 +1,4 @@
-"""Products with the Jacobian of a function at one input, without ever building it.
-
-One call of a function for many inputs of one shape.
-"""
+"""Products with the Jacobian of a function at an input, or at many at once, without ever building it."""
 
 from __future__ import annotations
 
@@ -13,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+Map = Callable[[Tensor], Tensor]
 
 
 @contextlib.contextmanager
@@ -38,13 +37,11 @@ def output_tensor(fn: Callable[[Tensor], Any], x: Tensor) -> Tensor:
     output = fn(x)
     if isinstance(output, (tuple, list)) and output:
         output = output[0]
-    if not isinstance(output, Tensor):
+    if not isinstance(output, Tensor) or not output.is_floating_point():
+        given = output.dtype if isinstance(output, Tensor) else type(output).__name__
         raise TypeError(
-            f"fn must return a tensor, or a tuple whose first element is one; got "
-            f"{type(output).__name__}"
+            f"fn must return a floating-point tensor, or a tuple whose first element is one; got {given}"
         )
-    if not output.is_floating_point():
-        raise TypeError(f"fn must return a real floating-point tensor, got {output.dtype}")
     return output.to(x.dtype)
 
 
@@ -57,14 +54,11 @@ def detached_output(fn: Callable[[Tensor], Any], x: Tensor) -> Tensor:
         return output_tensor(fn, x.detach().requires_grad_()).detach()
 
 
-def require_finite(output: Tensor, name: str) -> None:
-    """ValueError unless every entry of `output`, the value of fn at `name`, is finite."""
-    bad = int((~torch.isfinite(output)).sum())
+def require_finite(value: Tensor, what: str) -> None:
+    """ValueError unless every entry is finite: a local gain exists only where fn is differentiable."""
+    bad = int((~torch.isfinite(value)).sum())
     if bad:
-        raise ValueError(
-            f"fn({name}) has {bad} non-finite entries of {output.numel()}: a local gain exists "
-            "only where fn is finite and differentiable"
-        )
+        raise ValueError(f"{what} must be finite, got {bad} non-finite entries of {value.numel()}")
 
 
 class Linearization:
@@ -188,9 +182,6 @@ def _ramp(like: Tensor, phase: float = 0.0) -> Tensor:
     """A fixed vector with no special structure, in the shape of `like`."""
     index = torch.arange(like.numel(), device=like.device, dtype=torch.float32)
     return (1.7 * index + phase).cos().reshape(like.shape).to(like.dtype)
-
-
-Map = Callable[[Tensor], Tensor]
 
 
 def independent_calls(fn: Callable[[Tensor], Any], probes: Tensor) -> Map:

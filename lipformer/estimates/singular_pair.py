@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lipformer.estimates.jacobian_products import require_finite
+
 _BASIS = 32  # vectors kept before the search space is compressed
 _KEPT = 8  # Ritz vectors that survive the compression
 
@@ -90,8 +92,7 @@ def _projected(images: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """The images stacked, and the eigenvalues and eigenvectors of V^T J^T J V, ascending."""
     w = torch.stack(images)
     gram = (w @ w.T).cpu().double()
-    if not bool(torch.isfinite(gram).all()):
-        raise ValueError("the Jacobian of fn at x has non-finite entries")
+    require_finite(gram, "the Jacobian of fn at x")
     values, vectors = torch.linalg.eigh((gram + gram.T) / 2)
     return w, values, vectors.to(w)
 

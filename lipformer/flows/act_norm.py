@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lipformer.certificate import Ask, Bound, register_bound
 from lipformer.flows.linear import TokenWise, at_least_one
-from lipformer.functional.attention.checks import tracing
+from lipformer.functional.tracing import tracing
 
 # A feature that varies less than this over the first batch keeps its scale.
 _LEAST_DEVIATION = 1e-6

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from lipformer.certificate import Ask, Bound, register_bound, weighted_sum
-from lipformer.certificate.bounds import NORMS
 from lipformer.flows.log_det.exact import check_causal
 from lipformer.flows.log_det.methods import AUTO, METHODS, LogDet, residual_log_det
 from lipformer.flows.masked_branch import (
@@ -21,6 +20,7 @@ from lipformer.flows.solve.causal import solve_causal
 from lipformer.flows.solve.fixed_point import Branch, Record, solve_fixed_point
 from lipformer.flows.solve.implicit import attach_gradient
 from lipformer.flows.solve.norms import DUAL_MEASURES, MEASURES
+from lipformer.functional.norms import NORMS
 from lipformer.layers import Contractive, frozen, layout
 from lipformer.layers.branch import Call
 from lipformer.layers.decoding import Cache, register_step, select_cache, step_module

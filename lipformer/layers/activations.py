@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipformer.certificate import Ask, Bound, register_bound
-from lipformer.functional.attention.checks import tracing
+from lipformer.functional.tracing import tracing
 from lipformer.layers.branch import Call
 from lipformer.layers.own_token import push_elementwise
 from lipformer.layers.token_wise import register_token_wise

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipformer.functional.attention.checks import tracing
+from lipformer.functional.tracing import tracing
 
 
 class Constants:

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipformer.certificate import Ask, Bound, NotCertifiable, register_bound
-from lipformer.certificate.bounds import bound_of, check_norm, check_seq_len
+from lipformer.certificate.bounds import bound_of, check_seq_len
 from lipformer.certificate.rules import kind_of
+from lipformer.functional.norms import check_norm
 from lipformer.functional.spectral.bound import spectral_norm_bounds
 from lipformer.layers.branch import Call, call_branch, one_layout
 from lipformer.layers.decoding import Cache, register_step, step_module

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from lipformer.certificate.rules import Rules
 from lipformer.certificate.torch_rules import parts_of
-from lipformer.functional.attention.checks import values_readable
 from lipformer.functional.pullback import pull, pull_all
+from lipformer.functional.tracing import values_readable
 from lipformer.layers.branch import Call, call_branch
 
 _P = TypeVar("_P", bound=Callable[..., "tuple[Tensor, Tensor]"])

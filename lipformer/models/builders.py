@@ -15,7 +15,7 @@ def dot_product(vocab_size: int, **options: Any) -> LanguageModel:
     Args:
         vocab_size: V.
         options: ``dim=128``, ``num_heads=4``, ``num_layers=3``, ``hidden=4*dim``, ``max_len=256``,
-            ``dropout=0.0``, ``positions="alibi"``, ``slopes=None``, ``vocabulary=None``, as in all
+            ``dropout=0.0``, ``positions="auto"``, ``slopes=None``, ``vocabulary=None``, as in all
             builders (see :class:`LanguageModelConfig`), and ``norm_place="pre"``.
     """
     return LanguageModel(LanguageModelConfig("dot_product", vocab_size, **options))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -73,14 +74,16 @@ class CausalAttention(nn.Module, ABC):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        if dim < 1 or num_heads < 1 or dim % num_heads:
-            raise ValueError(f"dim must be a multiple of num_heads, got {dim} and {num_heads}")
-        if positions not in ("alibi", "rotary", None):
-            raise ValueError(f"positions must be 'alibi', 'rotary' or None, got {positions!r}")
-        if positions == "rotary" and (dim // num_heads) % 2:
-            raise ValueError(f"positions='rotary' needs an even head width, got {dim // num_heads}")
-        if slopes is not None and positions != "alibi":
-            raise ValueError(f"slopes need positions='alibi', got positions={positions!r}")
+        if dim % (2 * num_heads if positions == "rotary" else num_heads):
+            raise ValueError(
+                "dim must be a multiple of num_heads, twice that with positions='rotary', got "
+                f"{dim} and {num_heads}"
+            )
+        if positions not in ("alibi", "rotary", None) or (slopes is not None and positions != "alibi"):
+            raise ValueError(
+                "positions must be 'alibi', 'rotary' or None, and slopes need positions='alibi', got "
+                f"positions={positions!r}, slopes={slopes!r}"
+            )
         self.num_heads = num_heads
         self.head_dim = dim // num_heads
         self.positions = positions
@@ -185,16 +188,8 @@ class UntiedL2Attention(CausalAttention):
         torch.Size([2, 10, 16])
     """
 
-    def __init__(
-        self,
-        dim: int,
-        num_heads: int,
-        *,
-        positions: str | None = "alibi",
-        slopes: Sequence[float] | None = None,
-        dropout: float = 0.0,
-    ) -> None:
-        super().__init__(dim, num_heads, positions=positions, slopes=slopes, dropout=dropout)
+    def __init__(self, dim: int, num_heads: int, **options: Any) -> None:
+        super().__init__(dim, num_heads, **options)
         spread = torch.linspace(-1.5, 1.5, num_heads) if num_heads > 1 else torch.zeros(1)
         self.log_temperature = nn.Parameter(spread - math.log(self.head_dim))
 

@@ -1,7 +1,4 @@
-"""Language models of one body with the variants' parts.
-
-The next token, drawn from logits.
-"""
+"""Language models: an embedding, the body that the variant says, and the drawing of further tokens."""
 
 from __future__ import annotations
 
@@ -20,43 +17,6 @@ from lipformer.models.config import LanguageModelConfig
 from lipformer.models.parts import sinusoids
 from lipformer.models.saved_model import SavedModel
 from lipformer.models.variants import BODIES
-
-
-def check_sampling(temperature: float, top_k: int | None, vocab_size: int) -> None:
-    """Raises ValueError for a temperature or a top_k that is not allowed."""
-    number = isinstance(temperature, (int, float)) and not isinstance(temperature, bool)
-    if not number or not 0.0 <= temperature < math.inf:
-        raise ValueError(
-            f"temperature must be 0 (the likeliest token) or positive and finite, got {temperature!r}"
-        )
-    if top_k is None:
-        return
-    if isinstance(top_k, bool) or not isinstance(top_k, int) or not 1 <= top_k <= vocab_size:
-        raise ValueError(f"top_k must be None or an integer in 1..{vocab_size}, got {top_k!r}")
-
-
-def draw(
-    logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None
-) -> Tensor:
-    """One token for each row: (B, V) -> (B, 1).
-
-    Args:
-        logits: (B, V).
-        temperature: divides the logits; 0 takes the likeliest token.
-        top_k: draw among the k likeliest tokens only.
-        generator: of the draw.
-    """
-    if temperature == 0.0 or top_k == 1:
-        return logits.argmax(-1, keepdim=True)
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    # The largest becomes 0: divided by a tiny temperature it stays so, and the others only fall.
-    wide = wide - wide.amax(-1, keepdim=True)
-    temperature = max(temperature, torch.finfo(wide.dtype).tiny)
-    if top_k is None:
-        return torch.multinomial((wide / temperature).softmax(-1), 1, generator=generator)
-    best, tokens = wide.topk(top_k, dim=-1)
-    index = torch.multinomial((best / temperature).softmax(-1), 1, generator=generator)
-    return tokens.gather(-1, index)
 
 
 class LanguageModel(SavedModel):
@@ -89,8 +49,6 @@ class LanguageModel(SavedModel):
 
     def __init__(self, config: LanguageModelConfig) -> None:
         super().__init__()
-        if not isinstance(config, LanguageModelConfig):
-            raise TypeError(f"config must be a LanguageModelConfig, got {type(config).__name__}")
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         body = BODIES[config.variant](config)
@@ -109,13 +67,14 @@ class LanguageModel(SavedModel):
 
     def embed(self, tokens: Tensor, offset: int = 0) -> Tensor:
         """The input of the body: (B, N) -> (B, N, D); the first token stands at ``offset``."""
-        if tokens.ndim != 2 or tokens.is_floating_point() or tokens.dtype == torch.bool:
-            raise ValueError(
-                f"tokens must be integers of shape (B, N), got {tokens.dtype} {tuple(tokens.shape)}"
-            )
+        if tokens.ndim != 2:
+            raise ValueError(f"tokens must be integers of shape (B, N), got {tuple(tokens.shape)}")
         end = offset + tokens.shape[1]
         if not self.config.any_length and end > self.config.max_len:
-            raise ValueError(f"max_len is {self.config.max_len}, got {end} tokens")
+            raise ValueError(
+                f"max_len is {self.config.max_len}, got {end} tokens; with positions='alibi' any length "
+                "is allowed"
+            )
         x = self.embedding(tokens)
         if self.config.positions == "sinusoidal":
             place = torch.arange(offset, end, device=tokens.device)
@@ -182,8 +141,14 @@ class LanguageModel(SavedModel):
         Returns:
             (B, N + max_new), the prompt included.
         """
-        self._check_prompt(prompt, max_new)
-        check_sampling(temperature, top_k, self.config.vocab_size)
+        symbols = self.config.vocab_size
+        fits = prompt.ndim == 2 and prompt.numel() > 0
+        if not fits or not 0 <= int(prompt.min()) <= int(prompt.max()) < symbols:
+            raise ValueError(
+                "prompt must have shape (B, N), at least one token, all of the vocabulary "
+                f"0..{symbols - 1}, got {prompt.tolist()}"
+            )
+        check_sampling(temperature, top_k, symbols)
         tokens, cache = prompt, None
         with _mode(self, training=False), frozen(self):
             for _ in range(max_new):
@@ -194,29 +159,6 @@ class LanguageModel(SavedModel):
                     logits = self(tokens)
                 tokens = torch.cat([tokens, draw(logits[:, -1], temperature, top_k, generator)], dim=1)
         return tokens
-
-    def _check_prompt(self, prompt: Tensor, max_new: int) -> None:
-        if not isinstance(prompt, Tensor):
-            raise TypeError(f"prompt must be an int64 tensor (B, N), got {type(prompt).__name__}")
-        if prompt.ndim != 2 or prompt.dtype != torch.int64 or prompt.numel() == 0:
-            raise ValueError(
-                "prompt must be int64 of shape (B, N) with at least one token, "
-                f"got {prompt.dtype} {tuple(prompt.shape)}"
-            )
-        low, high = int(prompt.min()), int(prompt.max())
-        if low < 0 or high >= self.config.vocab_size:
-            raise ValueError(
-                f"prompt has the token {low if low < 0 else high}; "
-                f"the vocabulary has 0..{self.config.vocab_size - 1}"
-            )
-        if isinstance(max_new, bool) or not isinstance(max_new, int) or max_new < 0:
-            raise ValueError(f"max_new must be an integer >= 0, got {max_new!r}")
-        total = prompt.shape[1] + max_new
-        if not self.config.any_length and total > self.config.max_len:
-            raise ValueError(
-                f"max_len is {self.config.max_len}, got a prompt of {prompt.shape[1]} tokens and "
-                f"max_new={max_new}; with positions='alibi' any length is allowed"
-            )
 
     def extra_repr(self) -> str:
         return f"variant={self.config.variant!r}, positions={self.config.positions!r}"
@@ -238,3 +180,36 @@ def _mode(model: nn.Module, *, training: bool) -> Iterator[None]:
 def _(model: LanguageModel, ask: Ask) -> Bound:
     body = ask.child(model.body, "body")
     return Bound(body.value, "from embedded tokens to logits", (body,))
+
+
+def check_sampling(temperature: float, top_k: int | None, vocab_size: int) -> None:
+    """Raises ValueError for a temperature or a top_k that is not allowed."""
+    if not 0.0 <= temperature < math.inf or (top_k is not None and not 1 <= top_k <= vocab_size):
+        raise ValueError(
+            "temperature must be 0 (the likeliest token) or positive and finite, top_k None or in "
+            f"1..{vocab_size}, got temperature={temperature!r}, top_k={top_k!r}"
+        )
+
+
+def draw(
+    logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None
+) -> Tensor:
+    """One token for each row: (B, V) -> (B, 1).
+
+    Args:
+        logits: (B, V).
+        temperature: divides the logits; 0 takes the likeliest token.
+        top_k: draw among the k likeliest tokens only.
+        generator: of the draw.
+    """
+    if temperature == 0.0 or top_k == 1:
+        return logits.argmax(-1, keepdim=True)
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    # The largest becomes 0: divided by a tiny temperature it stays so, and the others only fall.
+    wide = wide - wide.amax(-1, keepdim=True)
+    temperature = max(temperature, torch.finfo(wide.dtype).tiny)
+    if top_k is None:
+        return torch.multinomial((wide / temperature).softmax(-1), 1, generator=generator)
+    best, tokens = wide.topk(top_k, dim=-1)
+    index = torch.multinomial((best / temperature).softmax(-1), 1, generator=generator)
+    return tokens.gather(-1, index)

@@ -41,8 +41,6 @@ class DotProductSelfAttention(Layer):
         value_coeff: float | None = None,
     ) -> None:
         super().__init__()
-        if dim < 1 or num_heads < 1 or dim % num_heads:
-            raise ValueError(f"dim must be a multiple of num_heads, got {dim} and {num_heads}")
         self.num_heads = num_heads
         self.head_dim = dim // num_heads
 

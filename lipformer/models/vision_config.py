@@ -2,34 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from lipformer.models.entries import (
-    LARGEST_SIZE,
-    MOST_LAYERS,
-    check_parameters,
-    check_positive,
-    check_size,
-    echo,
-    is_number,
-    is_positive,
-    known_entries,
-    one_of,
-)
-
-VARIANTS = ("dot_product", "l2")
-POOLINGS = ("flatten", "mean")
-_SIZES = ("image_size", "channels", "patch", "classes", "dim", "num_heads", "num_layers", "hidden")
+from lipformer.models.entries import ModelConfig
 
 
 @dataclass(frozen=True)
-class VisionTransformerConfig:
+class VisionTransformerConfig(ModelConfig):
     """The whole description of a :class:`VisionTransformer`.
-
-    A model may have 10^10 parameters at most, and numbers lie between 1e-30 and 1e30.
 
     Attributes:
         variant: "dot_product" (dot-product attention on tokens inside a ball, certified around each
@@ -77,90 +57,23 @@ class VisionTransformerConfig:
     logit_coeff: float | None = None
 
     def __post_init__(self) -> None:
-        one_of("variant", self.variant, VARIANTS)
-        one_of("pooling", self.pooling, POOLINGS)
-        if self.hidden is None and isinstance(self.dim, int):
-            object.__setattr__(self, "hidden", 2 * self.dim)
-        self._check_sizes()
-        self._check_pixels()
-        self._check_ball()
-        for name in ("attention_weight", "feed_forward_weight"):
-            value = getattr(self, name)
-            if not is_number(value) or not 0.0 < value <= 1.0:
-                raise ValueError(f"{name} must be in (0, 1], got {echo(value)}")
-        if not is_number(self.position_std) or self.position_std < 0.0:
-            raise ValueError(f"position_std must be finite and >= 0, got {echo(self.position_std)}")
-
-    def _check_sizes(self) -> None:
-        for name in _SIZES if self.readout is None else (*_SIZES, "readout"):
-            check_size(name, getattr(self, name), MOST_LAYERS if name == "num_layers" else LARGEST_SIZE)
+        self.check_choice("variant", "dot_product", "l2")
+        self.check_choice("pooling", "flatten", "mean")
+        own = {"radius": 4.0, "logit_coeff": 1.0} if self.variant == "dot_product" else {}
+        self.check_foreign(own, "radius", "logit_coeff")
+        pixels = {"mean": (0.0,) * self.channels, "std": (1.0,) * self.channels}
+        self.fill(hidden=2 * self.dim, **own, **pixels)
+        for name in pixels:
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        self.check_positive("image_size", "channels", "patch", "classes", "dim", "num_heads")
+        self.check_positive("num_layers", "hidden", "readout", "std", "attention_weight")
         if self.image_size % self.patch:
             raise ValueError(
                 "image_size must be a multiple of patch, got "
                 f"image_size={self.image_size}, patch={self.patch}"
             )
-        if self.dim % self.num_heads:
-            raise ValueError(
-                f"dim must be a multiple of num_heads, got dim={self.dim}, num_heads={self.num_heads}"
-            )
-        for name in ("hidden", "readout"):
-            if (getattr(self, name) or 0) % 2:
-                raise ValueError(f"{name} must be even for MaxMin, got {getattr(self, name)}")
-        if self.classes < 2:
-            raise ValueError(f"classes must be at least 2, got {self.classes}")
-        names = (*_SIZES, "readout") if self.readout is not None else _SIZES
-        check_parameters(self._parameters(), {name: getattr(self, name) for name in names})
-
-    def _parameters(self) -> int:
-        """The number of all weight matrices' entries."""
-        assert self.hidden is not None
-        features = self.dim * (self.tokens if self.pooling == "flatten" else 1)
-        head = features * self.classes
-        if self.readout is not None:
-            head = features * self.readout + self.readout * self.classes
-        embedding = (self.channels * self.patch**2 + self.tokens) * self.dim
-        return embedding + self.num_layers * (4 * self.dim**2 + 2 * self.dim * self.hidden) + head
-
-    def _check_pixels(self) -> None:
-        for name, default in (("mean", 0.0), ("std", 1.0)):
-            given = getattr(self, name)
-            if given is None:
-                given = (default,) * self.channels
-            if (
-                not isinstance(given, (list, tuple))
-                or len(given) != self.channels
-                or not all((is_positive if name == "std" else is_number)(v) for v in given)
-            ):
-                kind = "positive numbers" if name == "std" else "numbers"
-                raise ValueError(f"{name} must be {self.channels} {kind}, got {echo(given)}")
-            object.__setattr__(self, name, tuple(float(v) for v in given))
-
-    def _check_ball(self) -> None:
-        own = self.variant == "dot_product"
-        for name, default in (("radius", 4.0), ("logit_coeff", 1.0)):
-            value = getattr(self, name)
-            if not own and value is not None:
-                raise ValueError(f"the variant {self.variant!r} has no option {name}, got {echo(value)}")
-            if own and value is None:
-                object.__setattr__(self, name, default)
-            elif own:
-                check_positive(name, value)
 
     @property
     def tokens(self) -> int:
         """N, the number of patches."""
         return (self.image_size // self.patch) ** 2
-
-    def to_dict(self) -> dict[str, Any]:
-        """All entries as JSON values."""
-        entries = dataclasses.asdict(self)
-        return {**entries, "mean": list(entries["mean"]), "std": list(entries["std"])}
-
-    @classmethod
-    def from_dict(cls, entries: Mapping[str, Any]) -> VisionTransformerConfig:
-        """The config of :meth:`to_dict`'s entries.
-
-        Raises:
-            ValueError: an entry is unknown, missing or wrong; it says which.
-        """
-        return cls(**known_entries(cls, entries))

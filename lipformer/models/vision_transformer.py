@@ -1,6 +1,6 @@
 """Vision Transformers that can be certified: around each image, or by one constant for all.
 
-The parts of a Vision Transformer from pixels to tokens, and from tokens to features.
+First the parts from pixels to tokens and from tokens to features, then the model.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from lipformer.certificate import Ask, Bound, register_bound
+from lipformer.functional.rounding import ROUND_UP
 from lipformer.layers import (
     BallProjection,
     Contractive,
@@ -53,7 +54,7 @@ class PixelNorm(nn.Module):
 @register_bound(PixelNorm)
 def _(module: PixelNorm, ask: Ask) -> Bound:
     ask.only("l2", "linf")
-    return Bound((1.0 + 2.0**-50) / module.std.double().min(), "1 / smallest std")
+    return Bound(ROUND_UP / module.std.double().min(), "1 / smallest std")
 
 
 class Patches(nn.Module):
@@ -142,7 +143,7 @@ def _(module: TokenMean, ask: Ask) -> Bound:
     ask.only("l2", "token", "linf")
     if ask.norm != "l2":
         return Bound(1.0, "mean of tokens", keeps_tokens=False)
-    value = (1.0 + 2.0**-50) / math.sqrt(module.tokens)
+    value = ROUND_UP / math.sqrt(module.tokens)
     return Bound(value, "mean of tokens, 1 / sqrt(N)", keeps_tokens=False)
 
 
@@ -180,8 +181,6 @@ class VisionTransformer(SavedModel):
 
     def __init__(self, config: VisionTransformerConfig) -> None:
         super().__init__()
-        if not isinstance(config, VisionTransformerConfig):
-            raise TypeError(f"config must be a VisionTransformerConfig, got {type(config).__name__}")
         self.config = config
         self.body = nn.Sequential(_steps(config))
         self.remember_parts()

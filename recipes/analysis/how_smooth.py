@@ -151,7 +151,7 @@ def steep_gains(model: torch.nn.Module, cut: list[Tensor], options: argparse.Nam
             raise BadInput(f"{probe.name}: no adversarial tokens for logits that depend on positions")
         radius = float(probe.tokens.norm(dim=-1).max())
         for number, n in enumerate(options.lengths):
-            x = adversarial_tokens(maps.double(), n, radius).float()
+            x = adversarial_tokens(maps, n, radius).float()
             found = estimate_lipschitz(probe.attention, x, tol=options.tol, max_iter=500, restarts=2)
             rows.append(
                 GainRow(number, probe.name, probe.index, n, radius, found.value, None,

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from lipformer.analysis.bounds.ball import check_ball
-from lipformer.analysis.inputs import count
 from lipformer.analysis.maps import Attention
 from lipformer.functional.attention.maps import AttentionMaps
+from lipformer.functional.rounding import ROUND_UP
 
 _DOWN = 1 - 1e-9
 """Lower bounds are rounded down by this: far more than the errors of a float64 SVD."""
@@ -56,7 +56,7 @@ def adversarial_tokens(attn: Attention, n: int, radius: float, *, causal: bool |
     Returns:
         (n, D), float64, the outlier first.
     """
-    maps, radius, causal = check_ball(attn, radius, causal)
+    maps, radius, causal = check_ball(attn, radius, causal, n)
     best = _steepest(maps, radius, _log_odds(n, causal, maps))[1]
     return _points(maps, best, radius, n)
 
@@ -88,7 +88,7 @@ def ball_lower_bound(attn: Attention, n: int, radius: float, *, causal: bool | N
         >>> [round(ball_lower_bound(maps, n, radius=1.0), 2) for n in (2, 10, 1000)]
         [1.09, 2.84, 1.0]
     """
-    maps, radius, causal = check_ball(attn, radius, causal)
+    maps, radius, causal = check_ball(attn, radius, causal, n)
     return _steepest(maps, radius, _log_odds(n, causal, maps))[0] * _DOWN
 
 
@@ -128,7 +128,6 @@ def mean_field_lower_bound(attn: Attention, radius: float) -> float:
 
 def _log_odds(n: int, causal: bool, maps: AttentionMaps) -> Tensor:
     """Logarithm of the outlier's odds for each copy, (n - 1,)."""
-    n = count(n, "n")
     place: dict[str, Any] = {"dtype": torch.float64, "device": maps.logits.device}
     if causal:
         return -torch.arange(1, n, **place).log()
@@ -215,6 +214,6 @@ def _points(maps: AttentionMaps, outlier: _Outlier | None, radius: float, n: int
     x = maps.logits.new_zeros(n, maps.logits.shape[-1])
     if outlier is not None:
         # A hair inside the ball, so that rounding leaves no token outside.
-        x[:] = outlier.copies * radius * (1 - 2.0**-50) * outlier.direction
-        x[0] = radius * (1 - 2.0**-50) * outlier.direction
+        x[:] = outlier.copies * (radius / ROUND_UP) * outlier.direction
+        x[0] = radius / ROUND_UP * outlier.direction
     return x

@@ -7,10 +7,10 @@ import math
 import torch
 from torch import Tensor, nn
 
-from lipformer.analysis.inputs import count, number
 from lipformer.analysis.maps import Attention, finite_maps
 from lipformer.functional import spectral_norm_bound
 from lipformer.functional.attention.maps import AttentionMaps
+from lipformer.functional.rounding import enlarge
 
 _EXPONENTS = 257
 """Exponents s in [1, 2) tried in Hardy's inequality; each of them is sound."""
@@ -80,18 +80,7 @@ def ball_bound(
     joined by `combine_heads`. Causal attention also obeys `mean_field_bound`: the smaller of the two is
     returned.
 
-    Proof. With :math:`q_i = x_i A + b`, weights P, means :math:`m_i` and covariances :math:`C_i` of the
-    tokens under :math:`P_i`, the derivative along e is
-
-    .. math:: \textstyle\sum_j P_{ij} e_j + e_i A C_i + \sum_j P_{ij} \langle q_i, e_j\rangle (x_j - m_i)
-
-    1. Logits lie in :math:`[-\beta, \beta]`, so that a weight in a row of k keys is at most
-       :math:`1/(1 + (k-1)e^{-2\beta})`. Hence columns of P sum to at most c and rows to one:
-       :math:`\|P\| \le \sqrt c`.
-    2. A variance in the ball is at most :math:`R^2`: :math:`\|A C_i\| \le \alpha`.
-    3. By Cauchy-Schwarz under :math:`P_i` the squared length of the third term is at most
-       :math:`\|C_i\| \|q_i\|^2 \sum_j P_{ij} \|e_j\|^2`, and the sum over i at most
-       :math:`\beta^2 c \|e\|^2`.
+    Proof: docs/theory, section 7.
 
     Without bias this is below :math:`\sqrt 3\,\|W\| (\alpha^2 (4n+1) + n)^{1/2}`, Theorem 3.3 of Castin,
     Ablin, Peyré (How Smooth Is Attention?, 2024), for :math:`(x+y+z)^2 \le 3(x^2+y^2+z^2)` and c <= n;
@@ -109,8 +98,7 @@ def ball_bound(
         >>> [round(ball_bound(maps, n, radius=1.0), 2) for n in (2, 10, 1000)]
         [3.65, 5.25, 6.42]
     """
-    maps, radius, causal = check_ball(attn, radius, causal)
-    n = count(n, "n")
+    maps, radius, causal = check_ball(attn, radius, causal, n)
     with torch.no_grad():
         alpha, beta = _logit_ranges(maps, radius)
         if any_mask:
@@ -169,31 +157,33 @@ def layer_norm_radius(norm: int | nn.LayerNorm | nn.RMSNorm) -> float:
     .. math:: \|\gamma \circ y + \beta\| \le \sqrt d\,\max|\gamma| + \|\beta\|, \qquad \|y\| \le \sqrt d
 
     Args:
-        norm: the width d for one without affine part, or the layer, normalising the last dimension.
+        norm: the width d for one without affine part, or the layer, whose normalised entries are the
+            token.
     """
     scale, shift = 1.0, 0.0
-    if isinstance(norm, nn.LayerNorm | nn.RMSNorm):
-        shape = tuple(norm.normalized_shape)
-        if len(shape) != 1:
-            raise ValueError(f"the norm must be over the last dimension alone, got {shape}")
-        dim = shape[0]
+    if isinstance(norm, int):
+        dim = norm
+    else:
+        dim = math.prod(norm.normalized_shape)
         if norm.weight is not None:
             scale = float(norm.weight.detach().double().abs().max())
         bias = getattr(norm, "bias", None)
         if bias is not None:
             shift = float(torch.linalg.vector_norm(bias.detach().double()))
-    elif isinstance(norm, int) and not isinstance(norm, bool) and norm >= 1:
-        dim = norm
-    else:
-        raise ValueError(f"norm must be a width >= 1, nn.LayerNorm or nn.RMSNorm, got {norm!r}")
-    return (math.sqrt(dim) * scale + shift) * (1 + (dim + 8) * 2.0**-52)
+    return enlarge(math.sqrt(dim) * scale + shift, dim)
 
 
-def check_ball(attn: Attention, radius: float, causal: bool | None) -> tuple[AttentionMaps, float, bool]:
-    """The maps in float64, the radius and whether they are causal; ValueError for a bad radius."""
-    radius = number(radius, "radius")
+def check_ball(
+    attn: Attention, radius: float, causal: bool | None, n: int = 1
+) -> tuple[AttentionMaps, float, bool]:
+    """The maps in float64, the radius and whether they are causal; ValueError for a bad radius or n."""
+    if not (n >= 1 and 0 <= radius < math.inf):
+        raise ValueError(
+            "the number of tokens must be at least 1, the radius finite and not negative, got "
+            f"n={n}, radius={radius}"
+        )
     maps = finite_maps(attn)
-    return maps, radius, maps.causal if causal is None else causal
+    return maps, float(radius), maps.causal if causal is None else causal
 
 
 def _logit_ranges(maps: AttentionMaps, radius: float) -> tuple[Tensor, Tensor]:
@@ -213,6 +203,6 @@ def _causal_mean_field(alpha: Tensor, beta: Tensor) -> Tensor:
 
 def _rounded_up(bound: Tensor, terms: int) -> float:
     """Up by more than the rounding errors of sums of so many terms, exponentials and products."""
-    value = float(bound) * (1 + (terms + 4096) * 2.0**-52)
+    value = enlarge(float(bound), terms + 4096)
     # Weights and radius are finite, so that NaN is an overflow (infinity times zero): no bound at all.
     return math.inf if math.isnan(value) else value

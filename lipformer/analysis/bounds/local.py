@@ -18,6 +18,7 @@ from lipformer.analysis.inputs import check_order, check_tokens
 from lipformer.analysis.maps import Attention, attention_maps, finite_maps
 from lipformer.functional import spectral_norm_bound
 from lipformer.functional.attention.maps import AttentionMaps
+from lipformer.functional.rounding import UNIT, round_up
 
 METHODS = ("min", "sharp", "jasmin")
 
@@ -75,7 +76,10 @@ def local_bound(
     """
     if method not in METHODS:
         raise ValueError(f"method must be one of {METHODS}, got {method!r}")
-    maps, wide = _checked(attn, x)
+    maps = finite_maps(attn)
+    check_tokens(x, maps.logits.shape[-1])
+    check_order(attn, x)
+    wide = x.double()
     weights = maps.weights(wide, mask)
     found = []
     if method != "jasmin":
@@ -85,7 +89,11 @@ def local_bound(
     bound = torch.stack(found).amin(0) + _slack(maps, wide)
     # Weights and tokens are finite, so that NaN is an overflow: of an upper bound, infinity.
     bound = torch.where(bound.isnan(), torch.inf, bound)
-    return _round_up(bound, torch.promote_types(x.dtype, torch.float32))
+    value = bound.to(torch.promote_types(x.dtype, torch.float32))
+    # The gradient is that of the conversion; two neighbours differ by a power of two, so that the sum is
+    # the larger one exactly.
+    above = round_up(bound.detach(), value.dtype) - value.detach()
+    return value + torch.where(value.isfinite(), above, 0.0)
 
 
 def jasmin_loss(attn: Attention, x: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -124,7 +132,7 @@ def _softmax_gain(weights: Tensor) -> Tensor:
 def _jasmin(maps: AttentionMaps, x: Tensor, weights: Tensor) -> Tensor:
     spread = spectral_norm_bound(x - x.mean(-2, keepdim=True))[..., None]
     reach = spread.square() * spectral_norm_bound(maps.logits)
-    reach = reach + spread * spectral_norm_bound(_queries(maps, x))
+    reach = reach + spread * spectral_norm_bound(maps.queries(x))
     gains = spectral_norm_bound(weights) + _softmax_gain(weights).amax(-1) * reach
     return combine_heads(gains, maps.values)
 
@@ -162,15 +170,14 @@ def _mixing(weights: Tensor, values: Tensor) -> Tensor:
 def _own_and_feedback(maps: AttentionMaps, x: Tensor, weights: Tensor) -> Tensor:
     r"""Upper bound of the second and the third term of the derivative, all heads and values together.
 
-    The second acts on each token alone, :math:`e_i \sum_h A_h C^h_i W_h`, so that its norm is the
-    largest of those. The third, by Cauchy-Schwarz over heads h and keys j with weights :math:`P^h_{ij}`
-    and any :math:`c_h > 0`: with :math:`\kappa_i = \|\sum_h W_h^\top C^h_i W_h / c_h^2\|` the squared
-    length of its row i is at most :math:`\kappa_i \sum_{hj} c_h^2 P^h_{ij} \langle q^h_i, e_j\rangle^2`,
-    and the sum over i at most
-    :math:`\|e\|^2 \max_j \|\sum_{ih} \kappa_i c_h^2 P^h_{ij}\, q_i^{h\top} q^h_i\|`. The smaller of c =
-    1 and :math:`c_h^2 = \|W_h\| / \max_i \|q^h_i\|` is taken.
+    .. math:: \max_i \Big\|\sum_h A_h C^h_i W_h\Big\| +
+              \max_j \Big\|\sum_{ih} \kappa_i c_h^2 P^h_{ij}\, q_i^{h\top} q^h_i\Big\|^{1/2}, \qquad
+              \kappa_i = \Big\|\sum_h W_h^\top C^h_i W_h / c_h^2\Big\|
+
+    for any :math:`c_h > 0` (docs/theory, section 7); the smaller of c = 1 and
+    :math:`c_h^2 = \|W_h\| / \max_i \|q^h_i\|` is taken.
     """
-    values, query = maps.values, _queries(maps, x)
+    values, query = maps.values, maps.queries(x)
     longest = torch.linalg.vector_norm(query, dim=-1).amax(-1)  # (*, H)
     squares = [torch.ones_like(longest)]
     if values.shape[0] > 1:
@@ -211,12 +218,6 @@ def _chunks(x: Tensor, values: Tensor) -> Iterator[slice]:
     return (slice(start, start + size) for start in range(0, n, size))
 
 
-def _queries(maps: AttentionMaps, x: Tensor) -> Tensor:
-    """x A + b, (*, H, N, D)."""
-    query = x[..., None, :, :] @ maps.logits
-    return query if maps.offset is None else query + maps.offset[:, None]
-
-
 @torch.no_grad()
 def _slack(maps: AttentionMaps, x: Tensor) -> Tensor:
     r"""More than the rounding errors of the formulas in float64, (*,).
@@ -233,19 +234,4 @@ def _slack(maps: AttentionMaps, x: Tensor) -> Tensor:
     if maps.offset is not None:
         size = size + torch.linalg.vector_norm(maps.offset, dim=-1)
     reach = ((1 + longest * size).square() * torch.linalg.matrix_norm(maps.values)).sum(-1)
-    return 8 * (n + d + maps.values.shape[-1] + 8) * 2.0**-53 * n**0.5 * reach
-
-
-def _round_up(bound: Tensor, dtype: torch.dtype) -> Tensor:
-    """bound in dtype, the next larger number, with the gradient of the conversion."""
-    value = bound.to(dtype)
-    up = torch.nextafter(value.detach(), torch.full_like(value, torch.inf))
-    # Two neighbours differ by a power of two, so that the sum is `up` exactly.
-    return value + torch.where(value.isfinite(), up - value.detach(), 0.0)
-
-
-def _checked(attn: Attention, x: Tensor) -> tuple[AttentionMaps, Tensor]:
-    maps = finite_maps(attn)
-    check_tokens(x, maps.logits.shape[-1])
-    check_order(attn, x)
-    return maps, x.double()
+    return 8 * (n + d + maps.values.shape[-1] + 8) * UNIT * n**0.5 * reach

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from typing import Any
+
+from lipformer.models.saved_model import atomic_write
 
 
 @dataclass(frozen=True)
@@ -94,16 +94,14 @@ class GainTable:
 
     def to_pandas(self) -> Any:
         """The rows as a `pandas.DataFrame`."""
-        try:
-            import pandas  # type: ignore[import-untyped]
-        except ImportError as missing:
-            raise ImportError("to_pandas needs pandas: pip install pandas") from missing
+        import pandas  # type: ignore[import-untyped]
+
         names = [field.name for field in fields(GainRow)]
         return pandas.DataFrame([asdict(row) for row in self.rows], columns=names)
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Writes the rows with a header; the file appears when it is whole. Directories are made."""
-        with _whole_file(path) as part, part.open("w", newline="", encoding="utf-8") as file:
+        with atomic_write(path) as part, part.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, [field.name for field in fields(GainRow)], lineterminator="\n")
             writer.writeheader()
             writer.writerows(asdict(row) for row in self.rows)
@@ -117,8 +115,6 @@ class GainTable:
         Raises:
             ValueError: where a layer has fewer than two different values to fit, or a gain is zero.
         """
-        if against not in ("n", "radius"):
-            raise ValueError(f"against must be 'n' or 'radius', got {against!r}")
         return [self._fit(index, layer, against) for index, layer in self.layers()]
 
     def _fit(self, index: int, layer: str, against: str) -> Exponent:
@@ -134,12 +130,8 @@ class GainTable:
 
         With the fit of each layer that has sequences of two lengths. Directories are made.
         """
-        if not self.rows:
-            raise ValueError("there is nothing to plot in a table without rows")
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as missing:
-            raise ImportError("plot needs matplotlib: pip install matplotlib") from missing
+        from matplotlib.figure import Figure
+
         figure = Figure(figsize=(12, 5), layout="constrained")
         left, right = figure.subplots(1, 2, sharey=True)
         total = max(len(self.layers()) - 1, 1)
@@ -163,7 +155,7 @@ class GainTable:
         right.set(xscale="log", xlabel="largest token norm")
         left.legend(fontsize=7, title="layer: exponent fitted to n")
         figure.suptitle(title)
-        with _whole_file(path) as part:
+        with atomic_write(path) as part:
             figure.savefig(part, dpi=150)
 
 
@@ -189,16 +181,3 @@ def _least_squares(
 def _colour(share: float) -> tuple[float, float, float]:
     """From blue (first layer) over grey to red (last), legible in print."""
     return (0.1 + 0.75 * share, 0.25 + 0.3 * (1 - abs(2 * share - 1)), 0.8 - 0.7 * share)
-
-
-@contextlib.contextmanager
-def _whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A temporary file beside `path`, of the same suffix, that takes its place when all went well."""
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(f".{target.stem}-{os.getpid()}{target.suffix}")
-    try:
-        yield part
-        part.replace(target)
-    finally:
-        part.unlink(missing_ok=True)

@@ -1,7 +1,4 @@
-"""Attention layers of a whole model, each with the tokens that enter it.
-
-Whether the attention that was read from a layer's weights is what the layer computes.
-"""
+"""The attention layers of a model with the tokens that enter them, checked on their own outputs."""
 
 from __future__ import annotations
 
@@ -18,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from lipformer.analysis.inputs import check_finite
-from lipformer.analysis.probes.heads import (
+from lipformer.analysis.maps import Heads, attention_maps
+from lipformer.analysis.probes.sites import (
     SUPPORTED,
-    Heads,
     Site,
     find_sites,
     heads_of,
@@ -29,6 +26,14 @@ from lipformer.analysis.probes.heads import (
 )
 from lipformer.functional.attention.maps import AttentionMaps
 from lipformer.models import LanguageModel
+
+TOLERANCE = 1e-3
+"""Largest relative difference that the check may leave; where rounding hides more, float64 decides."""
+
+_WIDE_TOLERANCE = 1e-4
+"""In float64: for layers that keep parts of their own (a softmax, angles) in float32."""
+
+_PLAIN = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,9 +59,7 @@ class AttentionProbe:
 
     def __call__(self, x: Tensor) -> Tensor:
         """The pure attention of tokens x: (*, N, D) -> (*, N, E)."""
-        if isinstance(self.attention, Heads):
-            return self.attention(x, self.bias)
-        return self.attention(x, self.mask)
+        return self.attention(x, self.bias)
 
     @property
     def mask(self) -> Tensor | None:
@@ -69,11 +72,11 @@ class AttentionProbe:
         None where there are none: logits that depend on positions (ALiBi, rotary, any other float bias)
         or a mask of its own for each head.
         """
-        if isinstance(self.attention, AttentionMaps):
-            return self.attention
-        if self.attention.rotary or (self.bias is not None and not _plain_mask(self.bias)):
+        if isinstance(self.attention, Heads) and self.attention.rotary:
             return None
-        return self.attention.maps()
+        if self.bias is not None and not _plain_mask(self.bias):
+            return None
+        return attention_maps(self.attention)
 
     def attention_maps(self) -> AttentionMaps:
         """`maps` for functions that take a layer, such as `ball_bound`.
@@ -98,6 +101,11 @@ class AttentionProbe:
             f"{self.name} was called with a mask: give probe.maps(), and mask=probe.mask where there is "
             "such an argument (any_mask=True for ball_bound)"
         )
+
+
+def _plain_mask(bias: Tensor) -> bool:
+    """Whether a bias is 0 or -inf everywhere, the same for all heads."""
+    return bias.shape[0] == 1 and bool(((bias == 0) | (bias == -torch.inf)).all())
 
 
 def probe_attention(
@@ -137,9 +145,12 @@ def probe_attention(
         >>> probe.name, probe(probe.tokens).shape
         ('self_attn', torch.Size([5, 8]))
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    _check_tokens(tokens)
+    if tokens.ndim != (2 if tokens.is_floating_point() else 1) or tokens.numel() == 0:
+        raise ValueError(
+            "tokens must be ids (N,) or embedded tokens (N, D) of one sequence, got "
+            f"{tokens.dtype} {tuple(tokens.shape)}"
+        )
+    check_finite(tokens, "tokens")
     sites = find_sites(model)
     if not sites:
         named = ", ".join(unsupported(model)) or "no module with a name like attention"
@@ -162,7 +173,7 @@ def probe_attention(
         if not output_projection:
             if not isinstance(probe.attention, Heads):
                 raise ValueError(f"{name} gives AttentionMaps alone: output_projection must be True")
-            probe = _replaced(probe, probe.attention.without_projection())
+            probe = dataclasses.replace(probe, attention=probe.attention.without_projection())
         probes.append(probe)
     left += [name for name, count in seen.items() if not count]
     if not probes:
@@ -195,98 +206,6 @@ class _Call:
 
 def _same(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and bool(torch.equal(a, b))
-
-
-def _probe(call: _Call, name: str, index: int) -> AttentionProbe:
-    """The layer of a call, checked on its own input and output."""
-    first = next(iter(call.arguments.values()))
-    x, expected = _sequence(call, name, first), _sequence(call, name, _tensor(call.result))
-    work = torch.promote_types(x.dtype, torch.float32)
-    made = heads_of(call.site)
-    if isinstance(made, Heads):
-        attention: Heads | AttentionMaps = made.to(work)
-        bias = logit_bias(call.site, made.query.shape[0], x.shape[0], call.arguments)
-    else:
-        # In float64: bounds are those of these maps, and a call converts them to its tokens' dtype.
-        attention, bias = _detached(made), None
-    probe = AttentionProbe(name, index, x.to(work), attention, bias)
-    _check_probe(call, probe, made.to(torch.float64), expected)
-    return probe
-
-
-@torch.no_grad()
-def _check_probe(
-    call: _Call, probe: AttentionProbe, made: Heads | AttentionMaps, expected: Tensor
-) -> None:
-    """ValueError unless a probe is what its layer computes in its own precision, else in float64."""
-    wide = AttentionProbe(probe.name, probe.index, probe.tokens.double(), made, probe.bias)
-    found = wide(wide.tokens)
-    constant = constant_of(made, found)
-    size = made.largest_logit(wide.tokens) if isinstance(made, Heads) else 1.0
-    if agrees(found, expected.double(), constant, size, torch.finfo(expected.dtype).eps):
-        return
-    title = f"{probe.name} ({type(call.site.module).__name__})"
-    try:
-        with _as_it_was(call.site.module):
-            again = in_float64(call.site.module, call.site.result, call.args, call.kwargs)
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(
-            f"{title} in {expected.dtype} must be checked in float64, where it fails: {error}"
-        ) from error
-    exact = _sequence(call, probe.name, _tensor(again)).double()
-    if not agrees(found, exact, constant, size, torch.finfo(torch.float64).eps):
-        raise ValueError(
-            f"{title} computes something else than the attention read from its weights: difference "
-            f"{float((found - exact).norm()):.1e} beside {float((found - constant).norm()):.1e}, the "
-            "norm of what depends on tokens. Positions inside its logits, adapters or hooks are not "
-            "known here"
-        )
-
-
-def _sequence(call: _Call, name: str, x: Tensor) -> Tensor:
-    """(N, D) of the one sequence of a call."""
-    x = x.detach()
-    if x.ndim == 3:
-        seq_first = (
-            isinstance(call.site.module, nn.MultiheadAttention) and not call.site.module.batch_first
-        )
-        x = x.transpose(0, 1) if seq_first else x
-        if x.shape[0] != 1:
-            raise ValueError(f"{name} must be called on one sequence at a time, got {x.shape[0]}")
-        x = x[0]
-    if x.ndim != 2:
-        raise ValueError(f"{name} must take tokens (1, N, D), got {tuple(x.shape)}")
-    return x
-
-
-def _tensor(output: Any) -> Tensor:
-    return output[0] if isinstance(output, (tuple, list)) else output
-
-
-def _detached(maps: AttentionMaps) -> AttentionMaps:
-    offset, constant = (None if p is None else p.detach() for p in (maps.offset, maps.constant))
-    return AttentionMaps(maps.logits.detach(), maps.values.detach(), offset, constant, maps.causal)
-
-
-def _replaced(probe: AttentionProbe, attention: Heads) -> AttentionProbe:
-    return AttentionProbe(probe.name, probe.index, probe.tokens, attention, probe.bias)
-
-
-def _plain_mask(bias: Tensor) -> bool:
-    """Whether a bias is 0 or -inf everywhere, the same for all heads."""
-    return bias.shape[0] == 1 and bool(((bias == 0) | (bias == -torch.inf)).all())
-
-
-def _check_tokens(tokens: Tensor) -> None:
-    if not isinstance(tokens, Tensor):
-        raise TypeError(f"tokens must be a tensor, got {type(tokens).__name__}")
-    allowed = 2 if tokens.is_floating_point() else 1
-    if tokens.ndim != allowed or tokens.numel() == 0 or tokens.dtype == torch.bool:
-        raise ValueError(
-            "tokens must be ids (N,) or embedded tokens (N, D) of one sequence, got "
-            f"{tokens.dtype} {tuple(tokens.shape)}"
-        )
-    check_finite(tokens, "tokens")
 
 
 def _default_forward(model: nn.Module, tokens: Tensor) -> Callable[[Tensor], Any]:
@@ -350,13 +269,68 @@ def _hooks(sites: list[Site], calls: list[_Call]) -> Iterator[None]:
             handle.remove()
 
 
-TOLERANCE = 1e-3
-"""Largest relative difference that the check may leave; where rounding hides more, float64 decides."""
+def _probe(call: _Call, name: str, index: int) -> AttentionProbe:
+    """The layer of a call, checked on its own input and output."""
+    first = next(iter(call.arguments.values()))
+    x, expected = _sequence(call, name, first), _sequence(call, name, _tensor(call.result))
+    work = torch.promote_types(x.dtype, torch.float32)
+    made = heads_of(call.site).each(Tensor.detach)
+    attention, bias = made, None
+    if isinstance(made, Heads):
+        attention = made.to(work)
+        bias = logit_bias(call.site, made.query.shape[0], x.shape[0], call.arguments)
+    # Maps stay in float64: bounds are those of them, and a call converts them to its tokens' dtype.
+    probe = AttentionProbe(name, index, x.to(work), attention, bias)
+    _check_probe(call, probe, made.to(torch.float64), expected)
+    return probe
 
-_WIDE_TOLERANCE = 1e-4
-"""In float64: for layers that keep parts of their own (a softmax, angles) in float32."""
 
-_PLAIN = (bool, int, float, str, type(None))
+@torch.no_grad()
+def _check_probe(
+    call: _Call, probe: AttentionProbe, made: Heads | AttentionMaps, expected: Tensor
+) -> None:
+    """ValueError unless a probe is what its layer computes in its own precision, else in float64."""
+    wide = AttentionProbe(probe.name, probe.index, probe.tokens.double(), made, probe.bias)
+    found = wide(wide.tokens)
+    constant = torch.zeros_like(found[0]) if made.constant is None else made.constant
+    size = made.largest_logit(wide.tokens)
+    if agrees(found, expected.double(), constant, size, torch.finfo(expected.dtype).eps):
+        return
+    title = f"{probe.name} ({type(call.site.module).__name__})"
+    try:
+        with _as_it_was(call.site.module):
+            again = in_float64(call.site.module, call.site.result, call.args, call.kwargs)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"{title} in {expected.dtype} must be checked in float64, where it fails: {error}"
+        ) from error
+    exact = _sequence(call, probe.name, _tensor(again)).double()
+    if not agrees(found, exact, constant, size, torch.finfo(torch.float64).eps):
+        raise ValueError(
+            f"{title} computes something else than the attention read from its weights: difference "
+            f"{float((found - exact).norm()):.1e} beside {float((found - constant).norm()):.1e}, the "
+            "norm of what depends on tokens. Positions inside its logits, adapters or hooks are not "
+            "known here"
+        )
+
+
+def _sequence(call: _Call, name: str, x: Tensor) -> Tensor:
+    """(N, D) of the one sequence of a call."""
+    x = x.detach()
+    if x.ndim == 3:
+        seq_first = (
+            isinstance(call.site.module, nn.MultiheadAttention) and not call.site.module.batch_first
+        )
+        x = x.transpose(0, 1) if seq_first else x
+    elif x.ndim == 2:
+        x = x[None]
+    if x.ndim != 3 or len(x) != 1:
+        raise ValueError(f"{name} must be called on one sequence (1, N, D), got {tuple(x.shape)}")
+    return x[0]
+
+
+def _tensor(output: Any) -> Tensor:
+    return output[0] if isinstance(output, (tuple, list)) else output
 
 
 def agrees(found: Tensor, expected: Tensor, constant: Tensor, size: float, eps: float) -> bool:
@@ -379,12 +353,6 @@ def agrees(found: Tensor, expected: Tensor, constant: Tensor, size: float, eps: 
     elif allowed > TOLERANCE * scale:
         return False
     return float((found - expected).norm()) <= allowed
-
-
-def constant_of(attention: Heads | AttentionMaps, like: Tensor) -> Tensor:
-    """What an attention adds to every token whatever the tokens are, (E,), zero for nothing."""
-    found = attention.constant() if isinstance(attention, Heads) else attention.constant
-    return like.new_zeros(like.shape[-1]) if found is None else found.to(like)
 
 
 def in_float64(

@@ -1,8 +1,6 @@
 """LoFAST: how far the output of dot-product attention can move when its tokens move by a finite way.
 
-LoFAST's second way: the norm of the Jacobian at the input, and a remainder of order two.
-
-Shapes: tokens (*, N, D), weights of attention (*, H, N, N); everything in float64 without gradients.
+Its terms are in `lofast_terms`; everything is in float64 without gradients.
 """
 
 from __future__ import annotations
@@ -20,121 +18,25 @@ from lipformer.analysis.robustness.lofast_terms import (
     EXACT,
     covariance_term,
     gap_moves,
+    jacobian_norm,
     logit_gaps,
     logit_norm,
     mixing_norm,
     norm_bound,
+    remainder_term,
     row_caps,
     row_norms,
-    second_moments,
     softmax_slope,
     spreads,
 )
 from lipformer.functional.attention.maps import AttentionMaps
-from lipformer.functional.spectral.rounding import UNIT
-
-
-def jacobian_norm(
-    weights: Tensor,
-    keys: Tensor,
-    queries: Tensor,
-    mixed: Tensor,
-    values: Tensor,
-    residual: float,
-    scale: float,
-) -> Tensor:
-    r"""Upper bound of the norm of the Jacobian at X, from its whole (N E, N D) matrix.
-
-    Logit (i, j) of a head moves by :math:`e_i \cdot z_j + u_i \cdot e_j` with the rows of E, so row i by
-
-    .. math:: r e_i + s \sum_h \Bigl( \sum_j p_{ij} e_j W + \sum_j p_{ij}
-              (e_i \cdot z_j + u_i \cdot e_j) (y_j - m_i) \Bigr), \quad m_i = \sum_j p_{ij} y_j.
-
-    Args:
-        weights: P, (*, H, N, N).
-        keys: z, rows of C X A^T, (*, H, N, D).
-        queries: u, rows of X A + 1 b, (*, H, N, D).
-        mixed: y, rows of C X W, (*, H, N, E).
-        values: W, (H, D, E).
-        residual: r.
-        scale: s.
-
-    Returns:
-        (*,).
-    """
-    pulled = weights[..., None] * (mixed[..., None, :, :] - (weights @ mixed)[..., :, None, :])
-    whole = torch.einsum("...hij,hde->...iejd", weights, values)
-    whole += torch.einsum("...hije,...hid->...iejd", pulled, queries)
-    # A view: element (.., e, d, i) is entry (i, e, i, d).
-    own = whole.diagonal(dim1=-4, dim2=-2)
-    own += torch.einsum("...hije,...hjd->...edi", pulled, keys)
-    whole *= scale
-    if residual:
-        own += residual * torch.eye(values.shape[1], dtype=own.dtype, device=own.device)[..., None]
-    return norm_bound(whole.flatten(-2).flatten(-3, -2))
-
-
-def remainder_term(
-    eps: Tensor,
-    weights: Tensor,
-    high: Tensor,
-    key_spread: Tensor,
-    value_spread: Tensor,
-    lengths: Tensor,
-    diameters: Tensor,
-    logit_norm: Tensor,
-    value_norm: Tensor,
-) -> Tensor:
-    r"""Upper bound of :math:`\|f(X + E) - f(X) - Df(X) E\|`, of order :math:`\epsilon^2`.
-
-    Let :math:`\delta_j` be the change of the logits of row i, :math:`v_j` the values at X. Then
-    :math:`(P' - P)(X + E)W` differs from its linear part by three terms.
-
-    1. The second derivative of the softmax along :math:`\delta`, integrated: at most half the largest
-       :math:`|E_p[(\delta - \bar\delta)^2 (v - \bar v)]| \le V_i \sigma_i^2`, with :math:`V_i` the
-       largest distance of a value from a mean on the way and :math:`\sigma_i` the standard deviation of
-       :math:`\delta`. As :math:`\delta_j = e_i \cdot z_j + (u_i + e_i A) \cdot e_j` and every weight on
-       the way is at most :math:`\hat P_{ij}`,
-       :math:`\sigma_i \le |e_i| \sqrt{\kappa_i} + L_i (\sum_j \hat P_{ij} |e_j|^2)^{1/2}`, where
-       :math:`\kappa_i = \sum_j \hat P_{ij} |z_j - \bar z_i|^2`, :math:`L_i = |u_i| + \epsilon \|A\|`.
-       Hence :math:`\sigma_i \le \epsilon s_i`, :math:`s_i = \sqrt{\kappa_i} + L_i \max_j
-       \hat P_{ij}^{1/2}`, and :math:`(\sum_i \sigma_i^2)^{1/2} \le \epsilon S`, :math:`S = \max_i
-       \sqrt{\kappa_i} + (\max_j \sum_i L_i^2 \hat P_{ij})^{1/2}`. Together
-       :math:`\tfrac12 \epsilon^2 \max_i (V_i s_i)\, S`.
-    2. The covariance of :math:`e_i A \cdot e_j` and the values: :math:`\epsilon^2 \|A\| \max_{ij}
-       (p_{ij} \nu_i)^{1/2}` with :math:`\nu_i = \sum_j p_{ij} |v_j - m_i|^2`.
-    3. :math:`(P' - P) E W`, a covariance of :math:`\delta` and :math:`e_j W` on the way:
-       :math:`\epsilon^2 \max_i s_i\, (\max_j \sum_i \hat P_{ij})^{1/2} \|W\|`.
-
-    Args:
-        eps: (*,).
-        weights: P, (*, H, N, N).
-        high: upper bounds of the weights on the way, (*, H, N, N).
-        key_spread: |z_j - \bar z_i|, (*, H, N, N).
-        value_spread: |v_j - m_i|, (*, H, N, N).
-        lengths: L, (*, H, N).
-        diameters: V, (*, H, N).
-        logit_norm: ||A||, (H,) or (*, H).
-        value_norm: ||W||, (H,) or (*, H).
-
-    Returns:
-        (*,), the sum over heads.
-    """
-    own = second_moments(high, key_spread).sqrt()
-    each = own + lengths * high.amax(-1).sqrt()
-    together = own.amax(-1) + (high.mT @ lengths.square()[..., None])[..., 0].amax(-1).sqrt()
-    bent = 0.5 * (diameters * each).amax(-1) * together
-    variances = (weights * value_spread.square()).sum(-1)
-    crossed = logit_norm * (weights.amax(-1) * variances).amax(-1).sqrt()
-    carried = each.amax(-1) * high.sum(-2).amax(-1).sqrt() * value_norm
-    return eps.square() * (bent + crossed + carried).sum(-1)
-
+from lipformer.functional.rounding import UNIT, enlarge, round_up
 
 Modulus = Callable[[Tensor], Tensor]
 """From a bound of the perturbation of each sample, (*,) in float64, to one of the output's."""
 
-# Relative; the sums and products of a dozen norms, each rounded up itself.
-_ROUND_UP = 1.0 + 2.0**-42
+_TERMS = 1024
+"""Of the sums and products of a dozen norms, each rounded up itself."""
 
 
 @torch.no_grad()
@@ -200,10 +102,7 @@ def lofast_bound(
     """
     modulus = lofast_modulus(attn, x, residual=residual, scale=scale, refined=refined, mask=mask)
     radius = radii(eps, x.shape[:-2], x.device, "eps")
-    exact = modulus(radius)
-    bound = exact.to(torch.promote_types(x.dtype, torch.float32))
-    # Decided before the conversion: a tiny bound rounds to zero, which would no longer be one.
-    return torch.where(exact > 0, torch.nextafter(bound, torch.full_like(bound, torch.inf)), bound)
+    return round_up(modulus(radius), torch.promote_types(x.dtype, torch.float32))
 
 
 @torch.no_grad()
@@ -218,8 +117,11 @@ def lofast_modulus(
 ) -> Modulus:
     """:func:`lofast_bound` as a function of eps, (*,) to (*,) in float64, its norms computed once."""
     maps = finite_maps(attn)
-    _check(maps, x, residual, scale)
+    dim, out = maps.values.shape[1:]
+    check_tokens(x, dim)
     check_order(attn, x)
+    if residual and dim != out:
+        raise ValueError(f"a residual needs attention that keeps the width {dim}, got width {out}")
     terms = _Terms(maps, x.detach().double(), residual, scale, mask)
     bound = terms.refined() if refined else terms.plain
 
@@ -238,20 +140,6 @@ def in_double(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module).double()
 
 
-def _check(maps: AttentionMaps, x: Tensor, residual: float, scale: float) -> None:
-    """Raises for tokens or factors that do not fit the maps."""
-    dim, out = maps.values.shape[1:]
-    check_tokens(x, dim)
-    for name, number in (("residual", residual), ("scale", scale)):
-        if not math.isfinite(number):
-            raise ValueError(f"{name} must be finite, got {number!r}")
-    if residual and dim != out:
-        raise ValueError(
-            f"a residual needs attention that keeps the width {dim}, got width {out} and "
-            f"residual={residual!r}"
-        )
-
-
 def _smaller(a: Tensor, b: Tensor) -> Tensor:
     """The smaller bound; one that overflowed to NaN counts as infinite."""
     a, b = (bound.nan_to_num(nan=torch.inf, posinf=torch.inf) for bound in (a, b))
@@ -266,8 +154,7 @@ class _Terms:
     ) -> None:
         n, d = x.shape[-2:]
         self.x, self.maps, self.scale = x[..., None, :, :], maps, abs(scale)
-        offset = x.new_zeros(1, 1, d) if maps.offset is None else maps.offset[:, None]
-        self.queries = self.x @ maps.logits + offset
+        self.queries = maps.queries(x)
         scores = self.queries @ self.x.mT
         allowed = maps.allowed(x, mask)
         self.allowed = torch.ones_like(scores, dtype=torch.bool) if allowed is None else allowed
@@ -277,7 +164,7 @@ class _Terms:
         k = 8.0 * (n + d + 8) * UNIT
         size = torch.linalg.matrix_norm(self.x)
         longest = torch.linalg.vector_norm(self.x, dim=-1).amax(-1)
-        shift = torch.linalg.vector_norm(offset, dim=-1).amax(-1)
+        shift = x.new_zeros(()) if maps.offset is None else maps.offset.norm(dim=-1)
         logits = torch.linalg.matrix_norm(maps.logits)
         self.logit_error = k * (longest * logits + shift) * longest
         self.query_error = k * (size * logits + math.sqrt(n) * shift)
@@ -298,7 +185,7 @@ class _Terms:
         e = eps[..., None]
         reach = e * (self.plain_keys + self.query_norm) + e.square() * self.logit_norm
         moved = (0.5 * reach * (self.plain_values + e * self.value_norm)).sum(-1)
-        return (self.mixing * eps + self.scale * moved) * _ROUND_UP
+        return enlarge(self.mixing * eps + self.scale * moved, _TERMS)
 
     def refined(self) -> Modulus:
         """The refined bound as a function of eps."""
@@ -339,7 +226,7 @@ class _Terms:
             row = torch.minimum(e[..., None] * (row_norm + bent[..., None]), reach[..., None])
             length = lengths + bent[..., None]
             moves = e[..., None, None] * gap_moves(key_diameter, length)
-            moves = torch.minimum(moves, (math.sqrt(2.0) * row)[..., None]) * _ROUND_UP
+            moves = enlarge(torch.minimum(moves, (math.sqrt(2.0) * row)[..., None]), _TERMS)
             slope = softmax_slope(nearest, largest, moves.amax(-1))
             steepest = slope.amax(-1)
             by_rows = torch.linalg.vector_norm(torch.minimum(slope * row, caps), dim=-1)
@@ -353,7 +240,7 @@ class _Terms:
             local = covariance_term(eps, high, key_spread, value_spread, length)
             moved = torch.minimum(torch.minimum(apart, local), joint * value_stack)
             moved = moved + eps * torch.minimum((each * self.value_norm).sum(-1), joint * weight_stack)
-            total = (self.mixing * eps + self.scale * moved) * _ROUND_UP
+            total = enlarge(self.mixing * eps + self.scale * moved, _TERMS)
             if jacobian is not None:
                 # The second way: no term of order one but the Jacobian itself.
                 left = remainder_term(
@@ -367,7 +254,7 @@ class _Terms:
                     self.logit_norm,
                     self.value_norm,
                 )
-                total = _smaller(total, (jacobian * eps + self.scale * left) * _ROUND_UP)
+                total = _smaller(total, enlarge(jacobian * eps + self.scale * left, _TERMS))
             return _smaller(total, self.plain(eps))
 
         return modulus

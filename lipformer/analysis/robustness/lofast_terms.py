@@ -8,8 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lipformer.functional.rounding import UNIT, enlarge
 from lipformer.functional.spectral.bound import verified_square
-from lipformer.functional.spectral.rounding import UNIT, gram_margin, rescale, round_up, tall
+from lipformer.functional.spectral.rounding import gram_margin, rescale, restore, tall
 from lipformer.functional.spectral.top_vector import gram_matrix
 
 EXACT = 256
@@ -29,7 +30,7 @@ def norm_bound(matrix: Tensor) -> Tensor:
     margin = gram_margin(k, n)
     guess = torch.linalg.eigvalsh(gram)[..., -1].clamp_min(0.0) * (1.0 + margin)
     bound = verified_square(gram, guess + torch.finfo(torch.float64).tiny, k).sqrt() * (1.0 + margin)
-    return round_up(bound, scale, top, torch.float64)
+    return restore(bound, scale, top, torch.float64)
 
 
 def mixing_norm(weights: Tensor, values: Tensor, residual: float, scale: float) -> Tensor:
@@ -192,7 +193,7 @@ def softmax_slope(nearest: Tensor, largest: Tensor, moves: Tensor) -> Tensor:
     long = torch.logaddexp(largest + c, zero) - torch.logaddexp(largest, zero)
     mass = torch.where(c > 0, torch.where(c <= 1.0, short, long) / safe, torch.sigmoid(largest))
     mass = torch.where(largest.isinf(), 1.0, mass)
-    return (torch.minimum(curved, mass) * (1.0 + 2.0**-44)).clamp_max(0.5)
+    return enlarge(torch.minimum(curved, mass), 256).clamp_max(0.5)
 
 
 def gap_moves(keys: Tensor, lengths: Tensor) -> Tensor:
@@ -222,7 +223,7 @@ def row_caps(weights: Tensor, allowed: Tensor) -> Tensor:
     :math:`(1 + \|p\|^2 - 2 \min_j p_j)^{1/2}`, over allowed j.
     """
     least = weights.masked_fill(~allowed, torch.inf).amin(-1)
-    return (1.0 + weights.square().sum(-1) - 2.0 * least).clamp_min(0.0).sqrt() * (1.0 + 2.0**-40)
+    return enlarge((1.0 + weights.square().sum(-1) - 2.0 * least).clamp_min(0.0).sqrt())
 
 
 def spreads(rows: Tensor, weights: Tensor, allowed: Tensor) -> Tensor:
@@ -246,11 +247,9 @@ def covariance_term(
 ) -> Tensor:
     r"""Upper bound of :math:`\|\sum_h (P_h' - P_h) X W_h\|` through covariances: the best for small eps.
 
-    Along the segment of logits, row i of head h moves with the covariance of the change
-    :math:`e_i A x_j + (u_i + e_i A) e_j` of its logits and of the values :math:`x_j W`, at most the
-    product of their standard deviations. Every weight on the way is at most :math:`\hat P_{ij}`, so with
-    the second moments :math:`\kappa_i = \sum_j \hat P_{ij} |(x_j - m_i) A^\top|^2` and
-    :math:`\nu_i = \sum_j \hat P_{ij} |(x_j - m_i) W|^2` it is at most
+    With weights on the way of at most :math:`\hat P_{ij}` and the second moments
+    :math:`\kappa_i = \sum_j \hat P_{ij} |(x_j - m_i) A^\top|^2`,
+    :math:`\nu_i = \sum_j \hat P_{ij} |(x_j - m_i) W|^2` it is at most (docs/theory, section 7)
 
     .. math:: \epsilon \max_i \sum_h (\kappa_i \nu_i)^{1/2} + \epsilon \sum_h
               \bigl(\max_j \textstyle\sum_i \hat P_{ij}\, \nu_i\, (|u_i| + \epsilon\|A\|)^2\bigr)^{1/2}.
@@ -271,3 +270,88 @@ def covariance_term(
     pull = (values * lengths.square())[..., None]
     others = (high.mT @ pull)[..., 0].amax(-1).sqrt().sum(-1)
     return eps * (own + others)
+
+
+def jacobian_norm(
+    weights: Tensor,
+    keys: Tensor,
+    queries: Tensor,
+    mixed: Tensor,
+    values: Tensor,
+    residual: float,
+    scale: float,
+) -> Tensor:
+    r"""Upper bound of the norm of the Jacobian at X, from its whole (N E, N D) matrix.
+
+    Logit (i, j) of a head moves by :math:`e_i \cdot z_j + u_i \cdot e_j` with the rows of E, so row i by
+
+    .. math:: r e_i + s \sum_h \Bigl( \sum_j p_{ij} e_j W + \sum_j p_{ij}
+              (e_i \cdot z_j + u_i \cdot e_j) (y_j - m_i) \Bigr), \quad m_i = \sum_j p_{ij} y_j.
+
+    Args:
+        weights: P, (*, H, N, N).
+        keys: z, rows of C X A^T, (*, H, N, D).
+        queries: u, rows of X A + 1 b, (*, H, N, D).
+        mixed: y, rows of C X W, (*, H, N, E).
+        values: W, (H, D, E).
+        residual: r.
+        scale: s.
+
+    Returns:
+        (*,).
+    """
+    pulled = weights[..., None] * (mixed[..., None, :, :] - (weights @ mixed)[..., :, None, :])
+    whole = torch.einsum("...hij,hde->...iejd", weights, values)
+    whole += torch.einsum("...hije,...hid->...iejd", pulled, queries)
+    # A view: element (.., e, d, i) is entry (i, e, i, d).
+    own = whole.diagonal(dim1=-4, dim2=-2)
+    own += torch.einsum("...hije,...hjd->...edi", pulled, keys)
+    whole *= scale
+    if residual:
+        own += residual * torch.eye(values.shape[1], dtype=own.dtype, device=own.device)[..., None]
+    return norm_bound(whole.flatten(-2).flatten(-3, -2))
+
+
+def remainder_term(
+    eps: Tensor,
+    weights: Tensor,
+    high: Tensor,
+    key_spread: Tensor,
+    value_spread: Tensor,
+    lengths: Tensor,
+    diameters: Tensor,
+    logit_norm: Tensor,
+    value_norm: Tensor,
+) -> Tensor:
+    r"""Upper bound of :math:`\|f(X + E) - f(X) - Df(X) E\|`, of order :math:`\epsilon^2`.
+
+    .. math:: \epsilon^2 \Bigl( \tfrac12 \max_i (V_i s_i)\, S + \|A\| \max_{ij} (p_{ij} \nu_i)^{1/2} +
+              \max_i s_i\, \bigl(\max_j \textstyle\sum_i \hat P_{ij}\bigr)^{1/2} \|W\| \Bigr)
+
+    with :math:`\kappa_i = \sum_j \hat P_{ij} |z_j - \bar z_i|^2`,
+    :math:`s_i = \sqrt{\kappa_i} + L_i \max_j \hat P_{ij}^{1/2}`,
+    :math:`S = \max_i \sqrt{\kappa_i} + (\max_j \sum_i L_i^2 \hat P_{ij})^{1/2}` and
+    :math:`\nu_i = \sum_j p_{ij} |v_j - m_i|^2` (docs/theory, section 7).
+
+    Args:
+        eps: (*,).
+        weights: P, (*, H, N, N).
+        high: upper bounds of the weights on the way, (*, H, N, N).
+        key_spread: |z_j - \bar z_i|, (*, H, N, N).
+        value_spread: |v_j - m_i|, (*, H, N, N).
+        lengths: L, (*, H, N).
+        diameters: V, (*, H, N).
+        logit_norm: ||A||, (H,) or (*, H).
+        value_norm: ||W||, (H,) or (*, H).
+
+    Returns:
+        (*,), the sum over heads.
+    """
+    own = second_moments(high, key_spread).sqrt()
+    each = own + lengths * high.amax(-1).sqrt()
+    together = own.amax(-1) + (high.mT @ lengths.square()[..., None])[..., 0].amax(-1).sqrt()
+    bent = 0.5 * (diameters * each).amax(-1) * together
+    variances = (weights * value_spread.square()).sum(-1)
+    crossed = logit_norm * (weights.amax(-1) * variances).amax(-1).sqrt()
+    carried = each.amax(-1) * high.sum(-2).amax(-1).sqrt() * value_norm
+    return eps.square() * (bent + crossed + carried).sum(-1)

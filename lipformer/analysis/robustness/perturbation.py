@@ -14,9 +14,9 @@ from lipformer.analysis.maps import HasAttentionMaps, attention_maps
 from lipformer.analysis.robustness.lofast import Modulus, in_double, lofast_modulus
 from lipformer.analysis.robustness.lofast_terms import EXACT
 from lipformer.certificate import Ask, NotCertifiable, certify
-from lipformer.certificate.bounds import ROUND_UP
 from lipformer.certificate.rules import Rules, kind_of, refuse_hooks
 from lipformer.certificate.torch_rules import chain, parts_of
+from lipformer.functional.rounding import ROUND_UP, enlarge
 from lipformer.layers import BallProjection, ConvexResidual, Residual
 from lipformer.layers.branch import call_branch
 from lipformer.layers.residual import same_shape
@@ -156,10 +156,8 @@ def _(module: nn.Sequential, x: Tensor) -> tuple[Tensor, Modulus]:
 def _(module: BallProjection, x: Tensor) -> tuple[Tensor, Modulus]:
     y = module(x)
     lengths = torch.linalg.vector_norm(y, dim=-1)
-    reach = (lengths + module.radius)[:, None].flatten(
-        1
-    )  # (B, tokens): one token each where x is (B, D)
-    widest = torch.linalg.vector_norm(reach, dim=1) * (1.0 + 2.0**-40)
+    reach = (lengths + module.radius)[:, None].flatten(1)  # (B, tokens): one where x is (B, D)
+    widest = enlarge(torch.linalg.vector_norm(reach, dim=1))
     return y, lambda delta: torch.minimum(delta, widest)
 
 
@@ -219,11 +217,11 @@ def _residual(branch: nn.Module, x: Tensor, kept: float, added: float) -> tuple[
         return y, apart
     radius, attention = split
     within = lofast_modulus(attention, x, residual=kept, scale=added)
-    longest = torch.linalg.vector_norm(x, dim=-1).amax(-1) * (1.0 + 2.0**-40)
+    longest = enlarge(torch.linalg.vector_norm(x, dim=-1).amax(-1))
 
     def modulus(delta: Tensor) -> Tensor:
         total = apart(delta)
-        inside = (longest + delta) * (1.0 + 2.0**-50) <= radius
+        inside = (longest + delta) * ROUND_UP <= radius
         return torch.where(inside, torch.minimum(total, within(delta)), total)
 
     return y, modulus

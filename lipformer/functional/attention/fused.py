@@ -63,8 +63,6 @@ def l2_attention(
         tensor([0.4239, 0.8446, 0.8446])
     """
     padding, bias = check_attention(y, is_causal, window, slopes, bias, scale, key_padding_mask)
-    if not 0.0 <= dropout_p < 1.0:
-        raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p!r}")
     return _attend(
         y,
         None,

@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+_Parts = TypeVar("_Parts", bound="TensorParts")
+
+
+class TensorParts:
+    """A dataclass some of whose fields are tensors, which are changed together."""
+
+    def each(self: _Parts, change: Callable[[Tensor], Tensor]) -> _Parts:
+        """The same with every tensor changed."""
+        parts = {name: change(part) for name, part in vars(self).items() if isinstance(part, Tensor)}
+        return dataclasses.replace(self, **parts)  # type: ignore[type-var]
+
+    def to(self: _Parts, dtype: torch.dtype) -> _Parts:
+        """The same in another dtype."""
+        return self.each(lambda part: part.to(dtype))
+
 
 @dataclass(frozen=True, eq=False)
-class AttentionMaps:
+class AttentionMaps(TensorParts):
     r"""Attention of tokens (rows) x with logits and values that are maps of single tokens.
 
     .. math:: S^h_{ij} = (x_i A_h + b_h) \cdot x_j, \qquad
@@ -35,26 +53,15 @@ class AttentionMaps:
     causal: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("logits", "values", "offset", "constant"):
+        h, d, e = self.values.shape if self.values.ndim == 3 else (0, 0, 0)
+        shapes = {"logits": (h, d, d), "values": (h, d, e), "offset": (h, d), "constant": (e,)}
+        for name, shape in shapes.items():
             part = getattr(self, name)
-            if part is None and name in ("offset", "constant"):
-                continue
-            if not isinstance(part, Tensor) or not part.is_floating_point():
-                got = part.dtype if isinstance(part, Tensor) else type(part).__name__
-                raise ValueError(f"{name} must be a floating-point tensor, got {got}")
-        a, w = self.logits, self.values
-        if a.ndim != 3 or a.shape[-1] != a.shape[-2] or a.numel() == 0:
-            raise ValueError(f"logits must be (H, D, D), got {tuple(a.shape)}")
-        if w.ndim != 3 or w.shape[:2] != a.shape[:2] or w.numel() == 0:
-            raise ValueError(
-                f"values must be (H, D, E) = ({a.shape[0]}, {a.shape[1]}, E), got {tuple(w.shape)}"
-            )
-        for name, given, allowed in (
-            ("offset", self.offset, a.shape[:2]),
-            ("constant", self.constant, w.shape[2:]),
-        ):
-            if given is not None and given.shape != allowed:
-                raise ValueError(f"{name} must be {tuple(allowed)}, got {tuple(given.shape)}")
+            if part is not None and (0 in shape or part.shape != shape or not part.is_floating_point()):
+                raise ValueError(
+                    "logits must be (H, D, D), values (H, D, E), offset (H, D) and constant (E,), all "
+                    f"floating point and not empty, got {name} of {part.dtype} {tuple(part.shape)}"
+                )
 
     @classmethod
     def from_projections(
@@ -95,23 +102,14 @@ class AttentionMaps:
             constant = shift if constant is None else shift + constant
         return cls(scale * query @ key.mT, value @ out, offset, constant, causal)
 
-    def double(self) -> AttentionMaps:
-        """The same maps in float64, in which bounds are computed."""
-        return self.to(torch.float64)
+    def queries(self, x: Tensor) -> Tensor:
+        """x A + b of every head, (*, N, D) -> (*, H, N, D), in x's dtype."""
+        rows = x[..., None, :, :] @ self.logits.to(x.dtype)
+        return rows if self.offset is None else rows + self.offset.to(x.dtype)[:, None]
 
-    def to(self, dtype: torch.dtype) -> AttentionMaps:
-        """The same maps in another dtype."""
-
-        def moved(part: Tensor | None) -> Tensor | None:
-            return None if part is None else part.to(dtype)
-
-        return AttentionMaps(
-            self.logits.to(dtype),
-            self.values.to(dtype),
-            moved(self.offset),
-            moved(self.constant),
-            self.causal,
-        )
+    def largest_logit(self, x: Tensor) -> float:
+        """max |query| max |token|: the scale of the rounding errors of the logits."""
+        return float(self.queries(x).norm(dim=-1).amax() * x.norm(dim=-1).amax())
 
     def weights(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """The softmax weights P, (*, H, N, N), of tokens x (*, N, D), computed in x's dtype.
@@ -121,10 +119,7 @@ class AttentionMaps:
             mask: bool, True where token i may see token j, broadcastable to (*, 1, N, N); combined
                 with `causal`. Every token must see at least one, else ValueError.
         """
-        rows = torch.einsum("...nd,hde->...hne", x, self.logits.to(x.dtype))
-        if self.offset is not None:
-            rows = rows + self.offset.to(x.dtype)[:, None]
-        scores = rows @ x[..., None, :, :].mT
+        scores = self.queries(x) @ x[..., None, :, :].mT
         allowed = self.allowed(x, mask)
         if allowed is not None:
             scores = scores.masked_fill(~allowed, -torch.inf)
@@ -133,16 +128,12 @@ class AttentionMaps:
     def allowed(self, x: Tensor, mask: Tensor | None = None) -> Tensor | None:
         """`causal` and mask as one bool mask broadcastable to (*, H, N, N); None if all see all."""
         n = x.shape[-2]
+        if self.causal:
+            lower = torch.ones(n, n, dtype=torch.bool, device=x.device).tril()
+            mask = lower if mask is None else lower & mask
         if mask is not None:
             check_mask(mask, n)
-        if not self.causal:
-            return mask
-        lower = torch.ones(n, n, dtype=torch.bool, device=x.device).tril()
-        if mask is None:
-            return lower
-        both = lower & mask
-        check_mask(both, n)
-        return both
+        return mask
 
     def __call__(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """f(x), (*, N, D) -> (*, N, E), computed in x's dtype."""
@@ -158,12 +149,10 @@ def check_mask(mask: Tensor, n: int) -> None:
         mask: broadcastable to (*, H, N, N).
         n: N.
     """
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-        raise TypeError(f"mask must be bool (True where i may see j), got {got}")
-    if mask.ndim < 1 or any(size not in (1, n) for size in mask.shape[-2:]):
+    if mask.dtype != torch.bool or any(size not in (1, n) for size in mask.shape[-2:]):
         raise ValueError(
-            f"mask must be broadcastable to (*, H, N, N) with N = {n}, got {tuple(mask.shape)}"
+            f"mask must be bool (True where i may see j), broadcastable to (*, H, N, N) with N = {n}, "
+            f"got {mask.dtype} {tuple(mask.shape)}"
         )
     rows = mask.any(-1)
     count = count_false(rows)

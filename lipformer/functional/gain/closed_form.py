@@ -11,8 +11,9 @@ import math
 from collections.abc import Callable
 
 from lipformer.functional.gain.lambertw import lambert_w0, wright_omega
-from lipformer.functional.gain.rows import log_mass, round_up, spread
+from lipformer.functional.gain.rows import log_mass, spread
 from lipformer.functional.gain.weighted import best_block_sum
+from lipformer.functional.rounding import enlarge
 
 # Terms of a sum over distances that are added one by one; the rest is bounded by an integral.
 _EXPLICIT_TERMS = 64
@@ -25,13 +26,13 @@ def kim2021(n: float) -> float:
     the l2 norm for one head and without the projections (docs/theory, "Published bounds"). The
     paper inverts :math:`\phi(t) = t e^{t+1}` at n - 1, which is m.
     """
-    return round_up(math.sqrt(n) * (4 * spread(log_mass(n)) + 1))
+    return enlarge(math.sqrt(n) * (4 * spread(log_mass(n)) + 1))
 
 
 def theorem_a(n: float) -> float:
     r"""Computes :math:`n^{1/4} + 2 m + 2 \sqrt m (n/2)^{1/4}`, no mask (docs/theory, Theorem A)."""
     m = spread(log_mass(n))
-    return round_up(n**0.25 + 2 * m + 2 * math.sqrt(m) * (n / 2) ** 0.25)
+    return enlarge(n**0.25 + 2 * m + 2 * math.sqrt(m) * (n / 2) ** 0.25)
 
 
 def theorem_b(n: float, slope: float = 0.0) -> float:
@@ -42,7 +43,7 @@ def theorem_b(n: float, slope: float = 0.0) -> float:
     """
     m = spread(log_mass(n, slope))
     root = best_block_sum(n, slope)
-    return round_up(math.sqrt(math.sqrt(2) * root) + 2 * m + 2 * math.sqrt(m * root))
+    return enlarge(math.sqrt(math.sqrt(2) * root) + 2 * m + 2 * math.sqrt(m * root))
 
 
 def closed_form(n: float, is_causal: bool) -> float:
@@ -53,7 +54,7 @@ def closed_form(n: float, is_causal: bool) -> float:
     """
     m = spread(log_mass(n))
     rows = 2 * n - 1 if is_causal else n
-    return round_up(2 * m + rows**0.25 * (1 + 2 * m ** (2 / 3)) ** 0.75)
+    return enlarge(2 * m + rows**0.25 * (1 + 2 * m ** (2 / 3)) ** 0.75)
 
 
 def theorem_c(n: float, slope: float = 0.0) -> float:
@@ -76,7 +77,7 @@ def theorem_c(n: float, slope: float = 0.0) -> float:
         root = best_block_sum(n, slope)
         s = min(1 + _sum_of_sigmoids(n, slope), math.sqrt(2) * root)
         c = min(_sum_of_lambert(n, slope), root)
-    return round_up(math.sqrt(s) + 2 * m + 2 * math.sqrt(m * c))
+    return enlarge(math.sqrt(s) + 2 * m + 2 * math.sqrt(m * c))
 
 
 def _sum_of_sigmoids(n: float, slope: float) -> float:

@@ -65,8 +65,6 @@ def wright_omega(y: float) -> float:
         :math:`W_0(e^y)`.
     """
     y = float(y)
-    if math.isnan(y):
-        raise ValueError(f"wright_omega needs a number, got {y!r}")
     if y == math.inf:
         return y
     return _omega_above_one(y) if y > 1 else lambert_w0(math.exp(y))

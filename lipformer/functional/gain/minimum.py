@@ -27,8 +27,8 @@ from lipformer.functional.gain.weighted import (
     theorem_b_plus,
     theorem_b_plus_plus,
 )
+from lipformer.functional.norms import NORMS, check_norm
 
-NORMS = ("l2", "token", "self")
 # Never the smallest (the tests compare), so not worth their time when the smallest is asked for.
 _DOMINATED = {"A", "B", "B+", "C", "kim2021"}
 # Theorem A+ can be the smallest for few keys, C+ for few keys or steep ALiBi; else A++ and B++ are.
@@ -50,8 +50,7 @@ def l2_gain(
 
     The head maps :math:`Z \in \mathbb{R}^{N \times d}` to P(Z) Z, where :math:`P_{ij}` is
     proportional to :math:`\exp(b_{ij} - t \|z_i - z_j\|^2)`. The bound holds for every d, every
-    input and every temperature t > 0. Theorems A to E are those of docs/theory, section 2; A++ and
-    B++ are proved in `_gain_weighted`, C+ in `_gain_pointwise`.
+    input and every temperature t > 0. The theorems are those of docs/theory, section 2.
 
     ========= ================================= ==================================================
     norm      applies to                        theorems
@@ -92,10 +91,14 @@ def l2_gain(
         4.05
     """
     n = check_tokens_count(n)
-    if norm not in NORMS:
-        raise ValueError(f"norm must be one of {', '.join(map(repr, NORMS))}, got {norm!r}")
+    check_norm(norm, NORMS[:3])
     check_window(window, is_causal)
-    slope = _check_slope(slope, is_causal)
+    slope = float(slope or 0.0)
+    if not (0 <= slope < math.inf and (is_causal or not slope)):
+        raise ValueError(
+            f"slope (ALiBi) must be finite, >= 0 and with is_causal=True, got slope={slope}, "
+            f"is_causal={is_causal}"
+        )
     keys = float(n if window is None else min(n, window))
     windowed = keys < n
     if bias is None:
@@ -104,18 +107,6 @@ def l2_gain(
     check_bias(bias, n)
     biases = logit_biases(bias, int(n), is_causal, keys, slope)
     return max(_dense_gain(b, norm, theorem) for b in biases)
-
-
-def _check_slope(slope: float | None, is_causal: bool) -> float:
-    """Returns the slope as a float, 0 for None; raises unless it is a causal ALiBi slope."""
-    if slope is None:
-        return 0.0
-    value = float(slope)
-    if not 0 <= value < math.inf:
-        raise ValueError(f"slope must be a finite number >= 0, got {slope!r}")
-    if value and not is_causal:
-        raise ValueError(f"slope={slope} (ALiBi) is causal: it needs is_causal=True, got False")
-    return value
 
 
 Theorems = dict[str, Callable[[], float]]

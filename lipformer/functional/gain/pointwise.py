@@ -1,17 +1,11 @@
 r"""Theorem C+: the gain in the l2 norm for any mask or bias, entry by entry with row weights.
 
-**Theorem C+.** For a bias with :math:`b_{ii} = 0` and rows of mass at most B, and every x > 0,
+For a bias with :math:`b_{ii} = 0` and rows of mass at most B, and every x > 0,
 
 .. math:: G_2 \le G_{self}(B) + \sqrt{\max_j \sum_{i \ne j} q(b_{ij})}, \qquad
     q(b) = \max_{k \le e^b,\; D \ge 1 + k} \tfrac{\theta(D)}{D}\, k\, (1 + \tfrac4x (b - \ln k)),
 
-with :math:`\theta = 1 - 1/D + x h(D)`, :math:`h(D) = (1 - 1/D) \ln(B/(D-1))`.
-
-Proof. The first lines of Theorem A++ (see `_gain_weighted`) use no property of the mask and leave
-:math:`Q = \max_j \sum_{i \ne j} \theta_i P_{ij} (1 + \frac4x s_{ij}^2)`. In it
-:math:`s_{ij}^2 \le t = \|z_i - z_j\|^2`, :math:`P_{ij} = k / D_i` with :math:`k = e^{b_{ij} - t}`,
-and :math:`D_i \ge 1 + k` since row i sees itself and j. For the constant weight
-:math:`1 + x m` and the own key inside this is Theorem C.
+with :math:`\theta = 1 - 1/D + x h(D)`, :math:`h(D) = (1 - 1/D) \ln(B/(D-1))` (docs/theory, Theorem C+).
 
 How q is computed: in :math:`v = \ln k` the logarithm of
 :math:`\max_{D \ge 1+k} \theta/D = \max_{u \ge k} u (1 + x L)/(1+u)^2` is concave (constant up to
@@ -33,7 +27,8 @@ from lipformer.functional.gain.maxima import (
     log_term,
     max_of_concave,
 )
-from lipformer.functional.gain.rows import log_mass, round_up, theorem_e
+from lipformer.functional.gain.rows import log_mass, theorem_e
+from lipformer.functional.rounding import enlarge
 
 # theta / D as a term (c, p, q, s) in u = D - 1.
 _RATIO: Term = (1.0, 1, 1, 2)
@@ -127,4 +122,4 @@ def theorem_c_plus(n: float, slope: float = 0.0) -> float:
         q = pointwise(x, log_b)
         return alibi_column(q, n, slope) if slope else (n - 1) * q.entry(0.0)
 
-    return round_up(theorem_e(log_b) + math.sqrt(column(best_x(column, rounds=9))))
+    return enlarge(theorem_e(log_b) + math.sqrt(column(best_x(column, rounds=9))))

@@ -11,30 +11,16 @@ import math
 import operator
 
 from lipformer.functional.gain.lambertw import wright_omega
-
-# Every formula here is a chain of at most a few hundred float64 operations on positive numbers
-# whose conditioning is below 10, so its relative error stays below 1e-13.
-ROUNDING_MARGIN = 1e-12
-
-
-def round_up(value: float) -> float:
-    """Enlarges a positive number by more than the rounding errors that went into it."""
-    return value * (1 + ROUNDING_MARGIN)
+from lipformer.functional.rounding import enlarge
 
 
 def check_tokens_count(n: float) -> float:
     """Returns n as an int or ``math.inf``; raises unless it is a number of tokens."""
-    allowed = "n must be an integer >= 1 (the number of tokens), or math.inf for any length"
     if isinstance(n, float) and n == math.inf:
         return n
-    if isinstance(n, bool):
-        raise ValueError(f"{allowed}, got {n!r}")
-    try:
-        count = operator.index(n)  # type: ignore[arg-type]
-    except TypeError:
-        raise ValueError(f"{allowed}, got {n!r}") from None
-    if not 1 <= count <= 10**300:
-        raise ValueError(f"{allowed} (it must fit a float), got {n!r}")
+    count = operator.index(n)  # type: ignore[arg-type]  # TypeError for what is no integer
+    if count < 1:
+        raise ValueError(f"n must be an integer >= 1 or math.inf for any number of tokens, got {n!r}")
     return count
 
 
@@ -93,7 +79,7 @@ def row_spread(n: float, *, slope: float | None = None) -> float:
         >>> round(row_spread(64), 3)
         2.307
     """
-    return round_up(spread(log_mass(check_tokens_count(n), slope or 0.0)))
+    return enlarge(spread(log_mass(check_tokens_count(n), slope or 0.0)))
 
 
 def theorem_d(log_b: float) -> float:
@@ -109,7 +95,7 @@ def theorem_d(log_b: float) -> float:
     Returns:
         The gain, rounded up.
     """
-    return round_up(1 + 4 * wright_omega(log_b - 1.5))
+    return enlarge(1 + 4 * wright_omega(log_b - 1.5))
 
 
 def theorem_e(log_b: float) -> float:
@@ -124,4 +110,4 @@ def theorem_e(log_b: float) -> float:
     Returns:
         The gain, rounded up.
     """
-    return round_up(1 + 2 * wright_omega(log_b - 1.5))
+    return enlarge(1 + 2 * wright_omega(log_b - 1.5))

@@ -1,41 +1,12 @@
 r"""The gain in the l2 norm with row weights: Theorems A+, B+ and, sharper for most n, A++ and B++.
 
-A+ and B+ are proved in docs/theory. A++ and B++ treat a token's own block apart:
+All of them (docs/theory) bound, for row weights :math:`\theta_i` and a free x > 0, the column sum
 
-**Theorems A++ and B++.** Let J be the Jacobian of Z -> P(Z) Z. For every x > 0
+.. math:: Q = \max_j \sum_i \theta_i P_{ij} (1 + \tfrac{4}{x} s_{ij}^2) = \max_j (S + 4c/x).
 
-.. math:: G_2 \le G_{self} + \sqrt Q, \qquad
-    Q = \max_j \sum_{i \ne j} \theta_i P_{ij} (1 + \tfrac4x s_{ij}^2), \qquad
-    \theta = 1 - \tfrac1D + x h(D),
-
-with :math:`G_{self}` of Theorem E and Q bounded by `unmasked_column` and `causal_column`.
-
-Proof. The diagonal blocks of J are a block diagonal matrix of norm at most :math:`G_{self}`. The
-others are :math:`J_{ij} = P_{ij} (I + 2 (z_j - g_i)(z_i - z_j)^\top)`. For a unit vector a, by
-Cauchy-Schwarz of :math:`(a, \sqrt x\, a \cdot (z_j - g_i))` with
-:math:`(dz_j, \tfrac{2}{\sqrt x} (z_i - z_j) \cdot dz_j)` over the :math:`j \ne i`,
-
-.. math:: \Big(a \cdot \sum_{j \ne i} J_{ij} dz_j\Big)^2 \le \theta_i \sum_{j \ne i} P_{ij}
-    \left(|dz_j|^2 + \tfrac4x ((z_i - z_j) \cdot dz_j)^2\right),
-
-because :math:`\sum_{j \ne i} P_{ij} (1 + x (a \cdot (z_j - g_i))^2)` is at most
-:math:`1 - P_{ii} + x\, a^\top C_i a`, with :math:`P_{ii} = 1/D_i` and
-:math:`\|C_i\| \le h(D_i)`. Sum over i and collect :math:`|dz_j|^2`. What
-this gains over A+ and B+: the weight vanishes as D tends to 1, where a token sees only itself, and
-one row less is counted.
-
-The column sums of Theorems A+, B+ (own key inside) and A++, B++ (own key apart).
-
-For row weights :math:`\theta_i` and a free x > 0, both bound
-
-.. math:: Q = \max_j \sum_i \theta_i P_{ij} (1 + \tfrac{4}{x} s_{ij}^2) = \max_j (S + 4c/x),
-
-where :math:`s_{ij} = v_j \cdot (z_i - z_j)` for a unit vector :math:`v_j`. With the own key inside,
-:math:`\theta = 1 + x h(D)` and i runs over all rows; with the own key apart,
-:math:`\theta = 1 - 1/D + x h(D)` and i runs over the rows other than j. Here
-:math:`h(D) = (1 - 1/D) L`, :math:`L = \ln(B/(D-1))`, which bounds :math:`\|C_i\|` for a row of mass
-B: :math:`\operatorname{tr} C_i \le \frac1D \sum_j k_j (b_j - \ln k_j)` with
-:math:`k_j = e^{b_j} K_{ij}` and :math:`\sum_{j \ne i} k_j = D - 1`, which Gibbs' inequality bounds.
+With the own key inside (A+, B+), :math:`\theta = 1 + x h(D)` and i runs over all rows; with the own key
+apart (A++, B++), :math:`\theta = 1 - 1/D + x h(D)` and i runs over the rows other than j;
+:math:`h(D) = (1 - 1/D) \ln(B/(D-1))`.
 """
 
 from __future__ import annotations
@@ -50,7 +21,8 @@ from lipformer.functional.gain.maxima import (
     product,
     sample_rows,
 )
-from lipformer.functional.gain.rows import log_mass, round_up, spread, theorem_e
+from lipformer.functional.gain.rows import log_mass, spread, theorem_e
+from lipformer.functional.rounding import enlarge
 
 # Terms (c, p, q, s) in u = D - 1: theta with the own key apart, 1/D, 1 - 1/D and (D - 1)/D^2.
 _APART: list[Term] = [(1.0, 1, 1, 1)]
@@ -73,19 +45,7 @@ def max_ratio(own: bool, x: float, log_b: float) -> float:
 
 
 def unmasked_column(rows: float, log_b: float, own: bool) -> float:
-    r"""Bounds Q without a mask, by the smaller of two ways, each with its best x.
-
-    With :math:`a_i = \theta_i / D_i` and the kernel's features :math:`u_i`, docs/theory A+ (3) and
-    (4) give, for :math:`w = \sum_i a_i u_i`,
-
-    .. math::
-        S^2 + 2 c^2 \le \|w\|^2 \le \mathrm{rows} \max_D \theta^2 / D, \qquad
-        S^2 + 2 c^2 \le \mathrm{rows} \max_D \theta^2 (D-1)/D^2 + \beta S,
-
-    :math:`\beta = 3.25\, r`. With the own key apart, :math:`\sum_{l \ne i, j} K_{il}` is
-    :math:`D_i - 1 - K_{ij}`, not :math:`D_i - 1`, and :math:`\eta - k \le 2.25\, k` replaces
-    :math:`\eta \le 3.25\, k`, so that :math:`\beta = 2.25\, r`.
-    """
+    """Bounds Q without a mask, by the smaller of A+'s two ways (docs/theory), each with its best x."""
     log_b = max(log_b, MIN_LOG_MASS)
     samples = sample_rows(log_b)
     inside = 1.0 if own else 0.0
@@ -121,22 +81,13 @@ def unmasked_column(rows: float, log_b: float, own: bool) -> float:
 
 
 def causal_column(rows: float, slope: float, log_b: float, own: bool) -> float:
-    r"""Bounds Q for a causal mask, with ALiBi if slope > 0, each with its best x.
+    r"""Bounds Q for a causal mask with its best x; with ALiBi as a sum over blocks of rows.
 
-    ALiBi multiplies the kernel by :math:`e^{-\mathrm{slope} |i-j|}`, which is positive definite
-    with unit diagonal, so that it has features too. Cut the rows that see j into blocks of l. In a
-    block that starts at row o, :math:`e^{-\mathrm{slope}(i-j)} = f \langle f_i, f_o \rangle` with
-    :math:`f = e^{-\mathrm{slope}(o-j)}`, so the block's part of (S, c) is f times that of a kernel
-    without decay before o, to which docs/theory B+ (3) applies: adding the rows in token order,
-    :math:`\|w\|^2` grows by at most :math:`M = \max_D 2 r \theta (1-1/D) + (\theta/D)^2` a row.
+    .. math:: \sqrt{(1+8/x^2) M} \sum f \sqrt l, \qquad
+        \sum f \left(\sqrt{(1+8/x^2)(l M + r^2 f^2)} - r f\right)
 
-    * Own key inside: :math:`Q \le \sqrt{(1+8/x^2) M} \sum f \sqrt l`, the first block at o = j.
-    * Own key apart, the first block at o = j + 1: j is in no block, so
-      :math:`\langle u_i, w_{i-1} \rangle \le r (D_i - 1 - e^{-\mathrm{slope}(i-j)} K_{ij})`, and
-      with the block's :math:`S', c'` before the factor f,
-      :math:`S'^2 + 2 c'^2 \le l M - 2 r f S'`, that is
-      :math:`(S' + r f)^2 + 2 c'^2 \le l M + r^2 f^2`. Hence
-      :math:`Q \le \sum f \left(\sqrt{(1+8/x^2)(l M + r^2 f^2)} - r f\right)`.
+    own key inside and apart, M the growth of B+ a row, blocks of l rows from row o on,
+    :math:`f = e^{-\mathrm{slope}(o-j)}` (docs/theory, "ALiBi in Theorems B, B+ and B++").
 
     Args:
         rows: Number of rows that see a key, its own row included if `own`; may be ``math.inf``.
@@ -218,64 +169,24 @@ def _apart_blocks(
 
 
 def theorem_a_plus(n: float) -> float:
-    r"""Bounds the gain without a mask (docs/theory, Theorem A+).
-
-    .. math:: 2m + \sqrt{\min\{ \sqrt{(1+8/x^2)\, n\, G_1},\;
-        \beta/2 + \sqrt{(1+8/x^2) (n\, G_2 + \beta^2/4)} \}}
-
-    with :math:`\theta = 1 + x h(D)`, :math:`r = \max \theta/D`, :math:`G_1 = \max \theta^2/D`,
-    :math:`G_2 = \max \theta^2 (D-1)/D^2`, :math:`\beta = 3.25\, r`.
-
-    Args:
-        n: Number of tokens.
-
-    Returns:
-        The gain, rounded up.
-    """
+    """Bounds the gain without a mask (docs/theory, Theorem A+), rounded up."""
     log_b = log_mass(n)
-    return round_up(2 * spread(log_b) + math.sqrt(unmasked_column(n, log_b, own=True)))
+    return enlarge(2 * spread(log_b) + math.sqrt(unmasked_column(n, log_b, own=True)))
 
 
 def theorem_b_plus(n: float, slope: float = 0.0) -> float:
-    r"""Bounds the gain with a causal mask, a window of n or ALiBi (docs/theory, Theorem B+).
-
-    .. math:: 2m + \sqrt{\sqrt{(1+8/x^2)\, n\, \max_D [2 r \theta (1-1/D) + (\theta/D)^2]}}
-
-    With ALiBi :math:`\sqrt n` becomes a sum over blocks, see `causal_column`.
-
-    Args:
-        n: Number of tokens or length of the window; ``math.inf`` needs slope > 0.
-        slope: The ALiBi slope, 0 for none.
-
-    Returns:
-        The gain, rounded up.
-    """
+    """Bounds the gain with a causal mask, window or ALiBi (docs/theory, Theorem B+), rounded up."""
     log_b = log_mass(n, slope)
-    return round_up(2 * spread(log_b) + math.sqrt(causal_column(n, slope, log_b, own=True)))
+    return enlarge(2 * spread(log_b) + math.sqrt(causal_column(n, slope, log_b, own=True)))
 
 
 def theorem_a_plus_plus(n: float) -> float:
-    """Bounds the gain without a mask, own block apart (Theorem A++, proved above).
-
-    Args:
-        n: Number of tokens.
-
-    Returns:
-        The gain, rounded up.
-    """
+    """Bounds the gain without a mask, own block apart (docs/theory, Theorem A++), rounded up."""
     log_b = log_mass(n)
-    return round_up(theorem_e(log_b) + math.sqrt(unmasked_column(n - 1, log_b, own=False)))
+    return enlarge(theorem_e(log_b) + math.sqrt(unmasked_column(n - 1, log_b, own=False)))
 
 
 def theorem_b_plus_plus(n: float, slope: float = 0.0) -> float:
-    """Bounds the gain with a causal mask, window or ALiBi, own block apart (Theorem B++, above).
-
-    Args:
-        n: Number of tokens or length of the window; ``math.inf`` needs slope > 0.
-        slope: The ALiBi slope, 0 for none.
-
-    Returns:
-        The gain, rounded up.
-    """
+    """Bounds the gain of a causal head, own block apart (docs/theory, Theorem B++), rounded up."""
     log_b = log_mass(n, slope)
-    return round_up(theorem_e(log_b) + math.sqrt(causal_column(n - 1, slope, log_b, own=False)))
+    return enlarge(theorem_e(log_b) + math.sqrt(causal_column(n - 1, slope, log_b, own=False)))

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from lipformer.functional.spectral.rounding import bound_dtype, gram_margin, rescale, round_up, tall
+from lipformer.functional.spectral.rounding import bound_dtype, gram_margin, rescale, restore, tall
 from lipformer.functional.spectral.top_vector import gram_matrix
 from lipformer.functional.spectral.with_gradient import Recipe
 
@@ -84,7 +84,7 @@ def _value(weight: Tensor) -> tuple[Tensor, ...]:
     a = tall(a)
     norm, *powers = schatten_norm(a)
     enlarged = norm * (1.0 + gram_margin(*a.shape[-2:]))
-    return round_up(enlarged, scale, top, bound_dtype(weight)), norm, *powers
+    return restore(enlarged, scale, top, bound_dtype(weight)), norm, *powers
 
 
 def _gradient(weight: Tensor, norm: Tensor, *powers: Tensor) -> Tensor:

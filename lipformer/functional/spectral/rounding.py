@@ -1,4 +1,4 @@
-"""Exact rescaling and rounding up, shared by the bounds of a spectral norm.
+"""Exact rescaling, margins and rounding up, shared by the bounds of a spectral norm.
 
 Where a process flushes denormals (torch.set_flush_denormal), subnormal weights count as the zeros
 that every kernel then reads.
@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-UNIT = 2.0**-53
-"""Unit roundoff u of float64; gamma_k below stands for k u / (1 - k u)."""
+from lipformer.functional.rounding import UNIT, round_up
 
 _EXPONENT_BITS = 0x7FF0000000000000
 
@@ -57,7 +56,7 @@ def tall(a: Tensor, like: Tensor | None = None) -> Tensor:
 def gram_margin(k: int, n: int) -> float:
     """Relative rounding margin eta = 16 n (k + n + 8) u for an n x n Gram matrix of k-vectors.
 
-    4e-9 at k = n = 1024. The proofs (`_spectral.verified_square`, `_gram_iteration.schatten_norm`)
+    4e-9 at k = n = 1024. The proofs (`verified_square`, `schatten_norm`)
     count at most eta / 4 of rounding error in the square of a norm, and taking the root and
     multiplying by 1 + eta adds some units u. The rest is spare, for kernels that regroup a
     factorisation (inverting diagonal blocks, say) and so lose a small constant.
@@ -65,12 +64,10 @@ def gram_margin(k: int, n: int) -> float:
     return 16.0 * n * (k + n + 8) * UNIT
 
 
-def round_up(bound: Tensor, scale: Tensor, top: Tensor, dtype: torch.dtype) -> Tensor:
+def restore(bound: Tensor, scale: Tensor, top: Tensor, dtype: torch.dtype) -> Tensor:
     """scale * bound as the next larger number of dtype; 0 stays 0 and non-finite weights stay so.
 
     scale * bound is exact or overflows to infinity (a valid bound) or is subnormal. There, and in
     the conversion, one rounding to nearest is made up for by the step to the next number.
     """
-    value = (scale * bound).to(dtype)
-    value = torch.where(value > 0, torch.nextafter(value, torch.full_like(value, torch.inf)), value)
-    return torch.where(torch.isfinite(top), value, top.to(dtype))
+    return torch.where(torch.isfinite(top), round_up(scale * bound, dtype), top.to(dtype))

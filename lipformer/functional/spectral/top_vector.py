@@ -1,6 +1,6 @@
 """A cheap guess at the top right singular vector: Lanczos on the Gram matrix, or squaring it.
 
-Nothing here is certified. The vector only proposes a value, which `_spectral` then verifies; a bad
+Nothing here is certified. The vector only proposes a value, which `verified_square` then verifies; a bad
 proposal costs tightness and never soundness.
 """
 
@@ -42,7 +42,7 @@ def lanczos_steps(n: int) -> int:
     """Lanczos steps for an n x n Gram matrix: 28 at n = 65, 40 at 512, 44 at 1024.
 
     With a random start, the Ritz value of this many steps misses the square of the norm by less
-    than the enlargement in `_spectral` on every spectrum we could construct (outliers of all sizes
+    than the enlargement of the candidate on every spectrum we could construct (outliers of all sizes
     above flat, square-root and arcsine bulks); the steps needed grow with log n.
     """
     return 4 * n.bit_length()

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lipformer.functional.attention.checks import OWN_KEY_RULE, values_readable
+from lipformer.functional.attention.checks import OWN_KEY_RULE
+from lipformer.functional.tracing import values_readable
 
 
 class Mask(NamedTuple):
