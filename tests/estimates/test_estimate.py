@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lipformer.estimates.attack import attack_lipschitz
-from lipformer.estimates.dual_steps import NORMS
 from lipformer.estimates.estimate import estimate_lipschitz
+from lipformer.functional.norms import NORMS
 from tests.oracles import dense_jacobian, gains, l2_attention_oracle
 
 ABOVE = 1e-9  # relative: how far an estimate may pass the dense value by rounding
