@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
+import sys
+from typing import Any
 
 import pytest
 import torch
 from scipy.special import lambertw  # type: ignore[import-untyped]
+from torch import nn
 
 import lipformer as lf
 from lipformer.models import VARIANTS, LanguageModel
@@ -233,3 +237,30 @@ def test_lengths() -> None:
         assert build("lipschitz").eval()(tokens(1, 100)).shape == (1, 100, V)  # ALiBi takes any
     with pytest.raises(ValueError, match="max_len is 24, got 25 tokens"):
         build("l2 rotary")(tokens(1, 25))
+
+
+def test_a_training_step_walks_no_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is known when a model is built is not looked up again in every step."""
+    model, x = build("invertible").train(), tokens(2, 9)
+    model(x).sum().backward()
+    seen: list[str] = []
+
+    def spy(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            caller = sys._getframe(1).f_code
+            if "lipformer" in caller.co_filename:
+                seen.append(f"{name} in {caller.co_filename}:{caller.co_name}")
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, called)
+
+    walks = ("modules", "named_modules", "children", "named_children", "parameters", "named_parameters")
+    for name in walks:
+        spy(nn.Module, name)
+    spy(inspect, "signature")
+    model(x).sum().backward()
+    assert not seen
+    lf.Residual(nn.Linear(4, 4))
+    assert seen, "the spies see nothing"

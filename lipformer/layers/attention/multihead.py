@@ -351,7 +351,8 @@ class L2MultiheadAttention(Layer):
 
     def _stored(self) -> Tensor:
         """A weight as stored, for its dtype: each look at a bounded one computes the bound."""
-        return next(self.q_proj.parameters())
+        raw = self.q_proj._parameters.get("weight")
+        return self.q_proj.get_parameter("parametrizations.weight.original") if raw is None else raw
 
     def _slopes(self, y: Tensor) -> Tensor | None:
         """The ALiBi slopes (H,)."""
