@@ -14,9 +14,9 @@ from scipy.special import lambertw  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
 from lipformer.estimates.attack import attack_lipschitz, steepest_point
-from lipformer.estimates.dual_steps import NORMS
 from lipformer.estimates.estimate import estimate_lipschitz
 from lipformer.estimates.jacobian_products import independent_calls
+from lipformer.functional.norms import NORMS
 from tests.oracles import (
     dense_jacobian,
     free_values_attention,
