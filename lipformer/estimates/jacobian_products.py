@@ -55,10 +55,12 @@ def detached_output(fn: Callable[[Tensor], Any], x: Tensor) -> Tensor:
 
 
 def require_finite(value: Tensor, what: str) -> None:
-    """ValueError unless every entry is finite: a local gain exists only where fn is differentiable."""
+    """ValueError unless entries are finite, one at least: elsewhere there is no local gain."""
     bad = int((~torch.isfinite(value)).sum())
-    if bad:
-        raise ValueError(f"{what} must be finite, got {bad} non-finite entries of {value.numel()}")
+    if bad or not value.numel():
+        raise ValueError(
+            f"{what} must be finite and not empty, got {bad} non-finite entries of {value.numel()}"
+        )
 
 
 class Linearization:

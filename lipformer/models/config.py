@@ -93,7 +93,9 @@ class LanguageModelConfig(ModelConfig):
     def __post_init__(self) -> None:
         self.check_choice("variant", *VARIANT_OPTIONS)
         own = VARIANT_OPTIONS[self.variant]
-        self.check_foreign(own, "value_proj", "norm_place", "coeff", "norm", "bound", "head_coeff")
+        self.check_foreign(
+            self.variant, own, "value_proj", "norm_place", "coeff", "norm", "bound", "head_coeff"
+        )
         self.check_choice("bound", "kim2021", None)
         self.fill(hidden=4 * self.dim, **({**own, **_KIM2021} if self.bound else own))
         if self.positions == "auto":

@@ -5,19 +5,19 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 _C = TypeVar("_C", bound="ModelConfig")
 
 
+@dataclass(frozen=True)
 class ModelConfig:
-    """The base of the configs."""
-
-    variant: str
+    """The base of the configs; a dataclass itself, so that jsonargparse sees plain dataclasses."""
 
     def to_dict(self) -> dict[str, Any]:
         """All entries as JSON values."""
-        entries = dataclasses.asdict(self)  # type: ignore[call-overload]
+        entries = dataclasses.asdict(self)
         return {name: list(v) if isinstance(v, tuple) else v for name, v in entries.items()}
 
     @classmethod
@@ -52,11 +52,11 @@ class ModelConfig:
             known = ", ".join(map(str, allowed))
             raise ValueError(f"{name} must be one of {known}, got {getattr(self, name)!r}")
 
-    def check_foreign(self, own: Mapping[str, Any], *names: str) -> None:
+    def check_foreign(self, variant: str, own: Mapping[str, Any], *names: str) -> None:
         """ValueError if an entry is given that the variant does not have, where it would do nothing."""
         for name in names:
             if name not in own and getattr(self, name) is not None:
                 raise ValueError(
-                    f"the variant {self.variant!r} has no option {name}, got {name}="
+                    f"the variant {variant!r} has no option {name}, got {name}="
                     f"{getattr(self, name)!r}; beside those of all variants it has {', '.join(own)}"
                 )

@@ -184,11 +184,12 @@ def _(model: LanguageModel, ask: Ask) -> Bound:
 
 def check_sampling(temperature: float, top_k: int | None, vocab_size: int) -> None:
     """Raises ValueError for a temperature or a top_k that is not allowed."""
-    if not 0.0 <= temperature < math.inf or (top_k is not None and not 1 <= top_k <= vocab_size):
+    if not 0.0 <= temperature < math.inf:
         raise ValueError(
-            "temperature must be 0 (the likeliest token) or positive and finite, top_k None or in "
-            f"1..{vocab_size}, got temperature={temperature!r}, top_k={top_k!r}"
+            f"temperature must be 0 (the likeliest token) or positive and finite, got {temperature!r}"
         )
+    if top_k is not None and not 1 <= top_k <= vocab_size:
+        raise ValueError(f"top_k must be None or an integer in 1..{vocab_size}, got {top_k!r}")
 
 
 def draw(

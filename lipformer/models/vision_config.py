@@ -60,7 +60,7 @@ class VisionTransformerConfig(ModelConfig):
         self.check_choice("variant", "dot_product", "l2")
         self.check_choice("pooling", "flatten", "mean")
         own = {"radius": 4.0, "logit_coeff": 1.0} if self.variant == "dot_product" else {}
-        self.check_foreign(own, "radius", "logit_coeff")
+        self.check_foreign(self.variant, own, "radius", "logit_coeff")
         pixels = {"mean": (0.0,) * self.channels, "std": (1.0,) * self.channels}
         self.fill(hidden=2 * self.dim, **own, **pixels)
         for name in pixels:

@@ -147,7 +147,7 @@ def test_layers_of_torch_and_radius_zero() -> None:
     layer = nn.MultiheadAttention(8, 2, batch_first=True).requires_grad_(False)
     bound = ball_bound(layer, 5, layer_norm_radius(8))
     x = nn.functional.layer_norm(torch.randn(4, 5, 8), (8,)).double()
-    gain = float(gains(attention_maps(layer).double(), x).max())
+    gain = float(gains(attention_maps(layer), x).max())
     assert gain <= bound < ball_bound(layer, 5, 2 * layer_norm_radius(8))
     maps = attention_maps(layer)
     origin = float(torch.linalg.matrix_norm(maps.values.sum(0), ord=2))

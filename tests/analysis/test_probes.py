@@ -114,8 +114,8 @@ def test_float_masks_are_kept() -> None:
     close(maps(x, probe.mask), attention(x[None], x[None], x[None], **call)[0][0])
 
 
-@pytest.mark.parametrize("positions", ["alibi", "rotary", "sinusoidal", "none"])
-def test_lipformer_language_model(positions: str) -> None:
+@pytest.mark.parametrize("positions", ["alibi", "rotary", "sinusoidal", None])
+def test_lipformer_language_model(positions: str | None) -> None:
     config = lf.models.LanguageModelConfig(
         vocab_size=VOCABULARY, dim=24, num_heads=3, num_layers=2, variant="dot_product",
         positions=positions, dropout=0.5,

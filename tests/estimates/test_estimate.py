@@ -222,9 +222,9 @@ def test_neither_mode_is_an_error_and_not_a_number() -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], Tensor, str]] = {
-    "x": (torch.sin, torch.full((3, 2), torch.inf), "must be finite, got 6 non-finite entries of 6"),
-    "empty": (torch.sin, torch.ones(0, 2), r"non-empty .* got \(0, 2\)"),
-    "output": (lambda x: (x - 2).log(), torch.ones(3, 2), r"fn\(x\) has 6 non-finite entries of 6"),
+    "x": (torch.sin, torch.full((3, 2), torch.inf), "must be finite .* got 6 non-finite entries of 6"),
+    "empty": (torch.sin, torch.ones(0, 2), "not empty, got 0 .* of 0"),
+    "output": (lambda x: (x - 2).log(), torch.ones(3, 2), r"fn\(x\) must be finite .* got 6"),
     "detached": (lambda x: x.detach(), torch.ones(3, 2), "no gradient with respect to x"),
 }
 
@@ -235,12 +235,12 @@ def test_functions_without_a_gain_are_refused(name: str, search: Callable[..., A
     fn, x, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
         search(fn, x)
-    with pytest.raises(ValueError, match=r"norm must be one of 'l2', .* got 'l1'"):
+    with pytest.raises(ValueError, match=r"norm must be one of l2, .* got 'l1'"):
         search(torch.sin, torch.ones(3, 2), norm="l1")
 
 
 def test_a_jacobian_that_is_not_finite_is_refused() -> None:
-    with pytest.raises(ValueError, match="Jacobian of fn at x has non-finite entries"):
+    with pytest.raises(ValueError, match="Jacobian of fn at x must be finite"):
         estimate_lipschitz(lambda x: (x - 1).sqrt(), torch.ones(3, 2))
 
 

@@ -234,32 +234,30 @@ def test_math_and_fused_backends_agree() -> None:
     assert worst(l2_attention(y, **options), math_out) <= 1e-13
 
 
-BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "empty": ({"y": torch.randn(2, 0, 2)}, ValueError, r"at least one token .* got \(2, 0, 2\)"),
-    "window alone": ({"window": 2}, ValueError, "window=2 .* needs is_causal=True"),
-    "window zero": ({"window": 0, "is_causal": True}, ValueError, "integer >= 1, got 0"),
-    "slopes alone": ({"slopes": torch.ones(2)}, ValueError, "slopes .* need is_causal=True"),
-    "slopes sign": ({"slopes": -torch.ones(2), "is_causal": True}, ValueError, r">= 0, got \[-1"),
-    "scale": ({"scale": 0.0}, ValueError, "scale must be positive and finite, got 0.0"),
-    "scale tensor": ({"scale": -torch.ones(2, 1, 1)}, ValueError, r"scale must be positive, got \[-1"),
-    "dropout": ({"dropout_p": 1.0}, ValueError, r"dropout_p must be in \[0, 1\), got 1.0"),
-    "bias dtype": ({"bias": torch.ones(4, 4).bool()}, TypeError, "floating-point tensor .* torch.bool"),
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "empty": ({"y": torch.randn(2, 0, 2)}, r"at least one token .* \(2, 0, 2\)"),
+    "window alone": ({"window": 2}, "with is_causal=True .* got window=2"),
+    "window zero": ({"window": 0, "is_causal": True}, "at least 1 .* got window=0"),
+    "slopes alone": ({"slopes": torch.ones(2)}, "slopes .* need is_causal=True"),
+    "slopes sign": ({"slopes": -torch.ones(2), "is_causal": True}, r">= 0, .* got tensor\(\[-1"),
+    "scale": ({"scale": 0.0}, "scale must be positive, .* got 0.0"),
+    "scale tensor": ({"scale": -torch.ones(2, 1, 1)}, "scale must be positive, .* got tensor"),
+    "bias dtype": ({"bias": torch.ones(4, 4).bool()}, "floating point, .* torch.bool"),
     "own key": (
         {"bias": torch.zeros(4, 4).fill_diagonal_(-math.inf)},
-        ValueError,
         "query 0's own key .* every token must be allowed to attend to itself",
     ),
-    "own key, one value": ({"bias": torch.full((1, 1), -math.inf)}, ValueError, "query 0's own key"),
-    "own key undefined": ({"bias": torch.full((4, 4), math.nan)}, ValueError, "own key .* nan"),
-    "padding": ({"key_padding_mask": torch.zeros(3).bool()}, ValueError, r"\(4,\), got \(3,\)"),
-    "padding value": ({"key_padding_mask": torch.ones(4)}, ValueError, "only 0 and -inf, got 1.0"),
+    "own key, one value": ({"bias": torch.full((1, 1), -math.inf)}, "query 0's own key"),
+    "own key undefined": ({"bias": torch.full((4, 4), math.nan)}, "own key .* nan"),
+    "padding": ({"key_padding_mask": torch.zeros(3).bool()}, r"= \(4,\), got torch.bool \(3,\)"),
+    "padding value": ({"key_padding_mask": torch.ones(4)}, "only 0 and -inf, got 1.0"),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_named(name: str) -> None:
-    options, kind, message = BAD[name]
-    with pytest.raises(kind, match=message):
+    options, message = BAD[name]
+    with pytest.raises(ValueError, match=message):
         l2_attention(**{"y": torch.randn(2, 4, 2), **options})
 
 

@@ -31,7 +31,7 @@ BUILDS: list[tuple[dict[str, Any], str]] = [
     ({**ALIBI, "slopes": (0.5, -1.0)}, r"slopes must be 2 positive numbers, got \(0.5, -1.0\)"),
     ({"window": 3}, "window=3 needs causal=True, got causal=None"),
     ({"window": 3, "causal": False}, "needs causal=True, got causal=False"),
-    ({"window": 0, "causal": True}, "window must be None or an integer >= 1, got 0"),
+    ({"window": 0, "causal": True}, "window must be None, or at least 1 .* got window=0"),
     ({"max_len": 0}, "max_len must be None or an integer >= 1, got 0"),
     ({"causal": 1}, "causal must be True, False or None, got 1"),
     ({"embed_dim": 6, "positions": "rotary"}, "needs an even head width, got 3"),
@@ -71,7 +71,7 @@ CALLS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         )
         for hint in ({}, {"is_causal": True})
     ),
-    ({}, {"key_padding_mask": torch.zeros(3, 6) > 0}, r"must have shape .* \(3, 5\), got \(3, 6\)"),
+    ({}, {"key_padding_mask": torch.zeros(3, 6) > 0}, r"of shape .* \(3, 5\), got torch.bool \(3, 6\)"),
     ({}, {"key_padding_mask": torch.full((3, N), -0.5)}, "may hold only 0 and -inf, got -0.5"),
     ({}, {"query": X[..., :6]}, r"\(B, N, D\) or \(N, D\) with D=8, got \(3, 5, 6\)"),
     ({"max_len": 4}, {}, "max_len is 4, got 5 tokens"),

