@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch.cli import LightningArgumentParser
@@ -19,7 +20,6 @@ from recipes.output import exit_code
 from recipes.vision.data import ABOUT, ImageData
 from recipes.vision.module import VisionModule
 from recipes.vision.report import Report
-from training.errors import BadInput
 
 TRAINER = {
     "max_epochs": -1,
@@ -36,30 +36,14 @@ def directory(out: str | None, name: str, variant: str) -> str:
     return out or f"report/vision/{name}_{variant}"
 
 
-def _image_size(name: str) -> int:
-    return _about("image_size", name)
+def _of_data(entry: str) -> Callable[[str], Any]:
+    """What is known of a data set, by its name."""
 
+    def find(name: str) -> Any:
+        about = ABOUT[name]
+        return [about.std] * about.channels if entry == "std" else getattr(about, entry)
 
-def _channels(name: str) -> int:
-    return _about("channels", name)
-
-
-def _classes(name: str) -> int:
-    return _about("classes", name)
-
-
-def _mean(name: str) -> list[float]:
-    return list(_about("mean", name))
-
-
-def _std(name: str) -> list[float]:
-    return [_about("std", name)] * _channels(name)
-
-
-def _about(entry: str, name: str) -> Any:
-    if name not in ABOUT:
-        raise BadInput(f"--data.name must be one of {', '.join(ABOUT)}, got {name!r}")
-    return getattr(ABOUT[name], entry)
+    return find
 
 
 class VisionCLI(RecipeCLI):
@@ -76,14 +60,8 @@ class VisionCLI(RecipeCLI):
             help="of all output (default: report/vision/<name>_<variant>)",
         )
         parser.add_lightning_class_args(Report, "report")
-        for entry, compute in (
-            ("image_size", _image_size),
-            ("channels", _channels),
-            ("classes", _classes),
-            ("mean", _mean),
-            ("std", _std),
-        ):
-            parser.link_arguments("data.name", f"model.config.{entry}", compute_fn=compute)
+        for entry in ("image_size", "channels", "classes", "mean", "std"):
+            parser.link_arguments("data.name", f"model.config.{entry}", compute_fn=_of_data(entry))
         parser.set_defaults({f"model.config.{name}": value for name, value in DIGITS.items()})
         for target in ("trainer.default_root_dir", "report.directory"):
             parser.link_arguments(
@@ -97,12 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
     Report.command = shlex.join(["python", "-m", "recipes.vision", *arguments])
 
     def run() -> None:
-        VisionCLI(
-            VisionModule,
-            ImageData,
-            args=arguments,
-            trainer_defaults=TRAINER,
-        )
+        VisionCLI(VisionModule, ImageData, args=arguments, trainer_defaults=TRAINER)
 
     return exit_code(run)
 
