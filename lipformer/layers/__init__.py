@@ -4,12 +4,13 @@ from lipformer.layers.activations import LipSwish, MaxMin
 from lipformer.layers.attention import bound, own_token  # noqa: F401  rules
 from lipformer.layers.attention.key_cache import KeyCache
 from lipformer.layers.attention.multihead import L2MultiheadAttention
+from lipformer.layers.branch import Call
 from lipformer.layers.contractive import Contractive
 from lipformer.layers.convert import convert_attention
 from lipformer.layers.decoding import register_step, step_module
 from lipformer.layers.feed_forward import FeedForward
 from lipformer.layers.freezing import frozen
-from lipformer.layers.layer import bake, register_bake
+from lipformer.layers.layer import Layer, bake, register_bake
 from lipformer.layers.own_token import register_own_token
 from lipformer.layers.residual import ConvexResidual, Residual
 from lipformer.layers.spectral import SpectralBound, SpectralLinear, spectral_bound
@@ -19,12 +20,14 @@ from lipformer.layers.token_wise import register_token_wise
 
 __all__ = [
     "BallProjection",
+    "Call",
     "CenterNorm",
     "Contractive",
     "ConvexResidual",
     "FeedForward",
     "KeyCache",
     "L2MultiheadAttention",
+    "Layer",
     "LipSwish",
     "MaxMin",
     "Residual",

@@ -170,7 +170,8 @@ class Contractive(Freezable):
             bounds: list[Tensor | float] = [1.0] * len(asks)
         else:
             layer, rule = divided
-            rests = [bound_of(self.module, replace(ask, unit=layer)).value for ask in asks]
+            one = (layer, lambda ask: 1.0)
+            rests = [bound_of(self.module, replace(ask, instead=one)).value for ask in asks]
             bounds = list(rule.divisors(layer, asks, norms))
         options = []
         for rest, bound in zip(rests, bounds, strict=True):
@@ -239,13 +240,13 @@ def _(module: Contractive, ask: Ask) -> Bound:
     scales = torch.stack(options).index_select(0, choice).squeeze(0)
     name = module.norms[int(choice)] if ask.readable(choice) else " or ".join(module.norms)
     divided = module._divided()
+    value: float | Tensor
     if divided is None:
         value = bound_of(module.module, inner).value * scales.amax()
     else:
         layer, rule = divided
-        value = (
-            rule.bound(layer, inner, scales) * bound_of(module.module, replace(inner, unit=layer)).value
-        )
+        scaled = (layer, lambda ask: rule.bound(layer, ask, scales))
+        value = bound_of(module.module, replace(inner, instead=scaled)).value
     if ask.norm in module.norms:
         # In the norm that it was divided by, the constant is known without a second bound.
         chosen = (choice == module.norms.index(ask.norm)).squeeze(0)

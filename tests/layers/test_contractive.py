@@ -80,6 +80,30 @@ class TestFeedForward(ContractiveBattery):
         return lf.FeedForward(8, 12, coeff=None, activation=nn.GELU())
 
 
+class TestChain(ContractiveBattery):
+    """One attention among other layers: its heads share what all of them are divided by."""
+
+    norm = "self"
+    norms = ("l2", "token", "linf", "self")
+    attacked = (("self", "plain"),)
+    test_compile = slow_compile
+
+    def inner(self) -> nn.Module:
+        options: dict[str, Any] = {"causal": True, "positions": "alibi", "slopes": (2.0, 0.01)}
+        attention = lf.L2MultiheadAttention(12, 2, batch_first=True, **options)
+        before = nn.Sequential(lf.TokenShift(8), nn.Linear(8, 12), lf.LipSwish())
+        return nn.Sequential(before, attention, nn.Linear(12, 8))
+
+    def test_each_head_has_its_factor(self) -> None:
+        steep, flat = self.made().scales()
+        assert steep > 1.2 * flat
+
+
+class TestChainL2(TestChain):
+    norm = None
+    attacked = (("l2", "plain"), ("linf", "plain"))
+
+
 class TestSequential(ContractiveBattery):
     """A block: attention in a residual, then a feed-forward part, all divided by one number."""
 

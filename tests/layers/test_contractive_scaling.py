@@ -269,3 +269,31 @@ def test_factors_are_rounded_down_in_the_output_dtype() -> None:
     for coeff in (0.9, 0.8, 0.6):  # bfloat16 would round the last two up
         layer = lf.Contractive(nn.Identity(), coeff)
         assert layer(torch.ones(1, 1, dtype=torch.bfloat16)).item() <= coeff
+
+
+def test_a_chain_is_baked_stepped_through_and_differentiated_with_its_factors() -> None:
+    attention = lf.L2MultiheadAttention(8, 2, batch_first=True, causal=True, positions="alibi")
+    chain = nn.Sequential(lf.TokenShift(8), attention, nn.Linear(8, 8))
+    layer = lf.Contractive(chain, 0.9, norm="self").double()
+    assert layer.scales().shape == (2,)
+    x = torch.randn(2, 7, 8, dtype=torch.float64)
+    torch.testing.assert_close(lf.bake(layer)(x), layer(x))
+    first, cache = layer.step(x[:, :4])
+    second, _ = layer.step(x[:, 4:], cache)
+    torch.testing.assert_close(torch.cat([first, second], dim=1), layer(x))
+    block = lf.InvertibleResidual(chain, mode="causal").double()
+    causal, exact = (block.log_det(x, method=method).value for method in ("causal", "exact"))
+    torch.testing.assert_close(causal, exact)
+
+
+def test_two_attentions_in_a_chain_have_one_factor() -> None:
+    attentions = [lf.L2MultiheadAttention(8, 2, batch_first=True, max_len=5) for _ in range(2)]
+    assert lf.Contractive(nn.Sequential(*attentions)).scales().ndim == 0
+    assert lf.Contractive(nn.Sequential(attentions[0], attentions[0])).scales().ndim == 0
+
+
+def test_tokens_that_a_part_makes_are_counted() -> None:
+    """Attention behind an Unflatten sees more tokens than the question is about."""
+    attention = lf.L2MultiheadAttention(4, 2, batch_first=True, max_len=64)
+    layer = lf.Contractive(nn.Sequential(nn.Unflatten(1, (-1, 4)), attention), norm="linf")
+    assert lf.certify(layer, seq_len=1).bound == lf.certify(layer).bound
