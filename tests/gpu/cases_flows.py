@@ -146,6 +146,13 @@ FLOWS_OF = [
     flow(width=4, linear="plu", feed_forwards=2),
     flow(mode="causal", linear="permutation", base=Normal(0.0, 2.0, validate_args=False)),
     flow(log_det="series", terms=4, probes=2),
+    new(
+        flows.Flow,
+        new(flows.InvertibleSequential, new(flows.ActNorm, 8), residual(CAUSAL, mode="causal")),
+        base=Normal(0.0, 2.0, validate_args=False),
+        dim=8,
+        seq_len=6,
+    ),
 ]
 METHODS = (
     (residual(UNMASKED, norm="l2"), ("exact", "series", "roulette")),
