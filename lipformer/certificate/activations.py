@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from lipformer.certificate.bounds import Ask, Bound, register_bound
+from lipformer.functional.rounding import ROUND_UP
 
 # GELU' = Phi(x) + x phi(x) is largest at x = sqrt(2), in closed form there.
-GELU_SLOPE = (0.5 * (1.0 + math.erf(1.0)) + math.exp(-1.0) / math.sqrt(math.pi)) * (1.0 + 1e-15)
+GELU_SLOPE = (0.5 * (1.0 + math.erf(1.0)) + math.exp(-1.0) / math.sqrt(math.pi)) * ROUND_UP**2
 # The rest are maxima of one-dimensional functions, rounded up in the last digit; tests find them
 # anew with SciPy.
 GELU_TANH_SLOPE = 1.1289932
@@ -38,7 +39,7 @@ SLOPES: dict[type[nn.Module], float | Callable[..., float]] = {
     nn.LogSigmoid: 1.0,
     nn.Softshrink: 1.0,
     nn.Sigmoid: 0.25,
-    nn.Hardsigmoid: 1.0 / 6.0 * (1.0 + 1e-15),
+    nn.Hardsigmoid: 1.0 / 6.0 * ROUND_UP**2,
     nn.Hardswish: 1.5,
     nn.SiLU: SILU_SLOPE,
     nn.Mish: MISH_SLOPE,

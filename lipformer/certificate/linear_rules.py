@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lipformer.certificate.bounds import Ask, Bound, register_bound
 from lipformer.functional import spectral_norm_bound
+from lipformer.functional.rounding import enlarge
 
 
 def spectral(weight: Tensor) -> Tensor:
@@ -24,7 +25,7 @@ def linf_norm(weight: Tensor) -> Tensor:
     A float64 sum of n numbers is off by at most n 2^-53 of it.
     """
     rows = weight.double().abs().sum(-1)
-    return rows.amax(-1) * (1.0 + (weight.shape[-1] + 4) * 2.0**-52)
+    return enlarge(rows.amax(-1), weight.shape[-1])
 
 
 def linear_bound(weight: Tensor, ask: Ask) -> Bound:
@@ -83,7 +84,7 @@ def conv_bound(
     patches = math.prod(shared)
     by_patches = math.sqrt(patches) * spectral(flat).amax()
     # The sum over the taps rounds once for each.
-    return torch.minimum(by_taps, by_patches) * (1.0 + (taps.shape[-1] + 4) * 2.0**-52)
+    return enlarge(torch.minimum(by_taps, by_patches), taps.shape[-1])
 
 
 def repeats_pixels(module: nn.Conv1d | nn.Conv2d) -> bool:

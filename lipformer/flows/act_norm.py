@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lipformer.certificate import Ask, Bound, register_bound
 from lipformer.flows.linear import TokenWise, at_least_one
+from lipformer.functional.rounding import ROUND_UP
 from lipformer.functional.tracing import tracing
 
 # A feature that varies less than this over the first batch keeps its scale.
@@ -99,5 +100,5 @@ def _(module: ActNorm, ask: Ask) -> Bound:
             "its first training batch would change its scale after it was divided by its bound",
             "initialize(x) before it goes into a contractive or invertible branch",
         )
-    largest = module.log_scale.double().max().exp() * (1.0 + 1e-15)
+    largest = module.log_scale.double().max().exp() * ROUND_UP**2
     return Bound(at_least_one(largest), "max exp(s), 1 at padding")

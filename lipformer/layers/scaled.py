@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipformer.certificate import Ask, Bound, register_bound
+from lipformer.functional.rounding import ROUND_UP
 from lipformer.layers.branch import Call, call_branch
 from lipformer.layers.decoding import Cache, register_step, step_module
 from lipformer.layers.layer import Layer
@@ -90,7 +91,7 @@ class Scaled(Layer):
 @register_bound(Scaled)
 def _(module: Scaled, ask: Ask) -> Bound:
     inner = ask.child(module.module, "module")
-    factor = module.factor.double().abs().max() * (1 + 1e-15)
+    factor = module.factor.double().abs().max() * ROUND_UP**2
     return Bound(inner.value * factor, "fixed factor", (inner,))
 
 

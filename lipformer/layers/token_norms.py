@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lipformer.certificate import Ask, Bound, register_bound
+from lipformer.functional.rounding import ROUND_UP
 from lipformer.layers.token_wise import register_token_wise
 
 
@@ -44,10 +45,10 @@ class CenterNorm(nn.Module):
 
 @register_bound(CenterNorm)
 def _(module: CenterNorm, ask: Ask) -> Bound:
-    constant = 2.0 if ask.norm == "linf" else module.dim / (module.dim - 1) * (1.0 + 1e-15)
+    constant = 2.0 if ask.norm == "linf" else module.dim / (module.dim - 1) * ROUND_UP**2
     if module.weight is None:
         return Bound(constant, "centring")
-    return Bound(constant * module.weight.double().abs().max() * (1.0 + 1e-15), "centring, max|gamma|")
+    return Bound(constant * module.weight.double().abs().max() * ROUND_UP**2, "centring, max|gamma|")
 
 
 class BallProjection(nn.Module):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lipformer.certificate import Ask, Bound, register_bound
 from lipformer.functional.attention.checks import check_tokens
+from lipformer.functional.rounding import ROUND_UP
 from lipformer.layers import layout
 from lipformer.layers.branch import Call
 from lipformer.layers.decoding import register_step
@@ -95,7 +96,7 @@ def _(module: TokenShift, ask: Ask) -> Bound:
         # Not 0 with all features shifted: see the class.
         return Bound(1.0, "projection")
     if ask.norm == "token" and 0 < module.shifted < module.dim:
-        return Bound(math.sqrt(2.0) * (1.0 + 2.0**-52), "parts of two tokens")
+        return Bound(math.sqrt(2.0) * ROUND_UP, "parts of two tokens")
     return Bound(1.0, "partial isometry")
 
 

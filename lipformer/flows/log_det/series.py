@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lipformer.functional.pullback import pull
+from lipformer.functional.rounding import enlarge
 
 
 def truncation_error(rate: float, terms: int) -> float:
@@ -33,7 +34,7 @@ def truncation_error(rate: float, terms: int) -> float:
         terms: n.
     """
     # The factor makes up for the roundings of the three operations.
-    return rate ** (terms + 1) / ((terms + 1) * (1.0 - rate)) * (1.0 + 1e-14)
+    return enlarge(rate ** (terms + 1) / ((terms + 1) * (1.0 - rate)), 64)
 
 
 def default_terms(rate: float, target: float = 1e-2, most: int = 40) -> int:

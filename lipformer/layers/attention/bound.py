@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lipformer.certificate import Ask, Bound, register_bound
 from lipformer.certificate.linear_rules import linf_norm
 from lipformer.functional import l2_gain, row_spread, spectral_norm_bound
+from lipformer.functional.rounding import enlarge
 from lipformer.layers.attention.key_cache import KeyCache
 from lipformer.layers.attention.multihead import L2MultiheadAttention
 from lipformer.layers.branch import Call
@@ -26,7 +27,7 @@ from lipformer.layers.per_head import PerHead, per_head
 
 def _norm(weight: Tensor) -> Tensor:
     # The factor covers the rounding of a float64 product that formed the weight.
-    return spectral_norm_bound(weight).double() * (1.0 + 1e-12)
+    return enlarge(spectral_norm_bound(weight).double())
 
 
 def joint_bound(q: Tensor, m: Tensor, gains: Tensor) -> Tensor:
@@ -94,7 +95,7 @@ def linf_bound_lean(q: Tensor, m: Tensor, spreads: Tensor) -> Tensor:
     d = q.shape[1]
     head = (1.0 + 4.0 * math.sqrt(d) * spreads) * linf_norm(q)
     rows = (head[:, None, None] * m.double().abs()).sum((0, 1))
-    return rows.amax() * (1.0 + (q.shape[0] * d + 16) * 2.0**-52)
+    return enlarge(rows.amax(), q.shape[0] * d + 8)
 
 
 def linf_bound_kim2021(q: Tensor, v: Tensor, o: Tensor, spreads: Tensor) -> Tensor:
