@@ -14,14 +14,14 @@ from training.errors import BadInput
 from training.windows import Batch, Windows
 
 
-def mixed_seed(*numbers: int) -> int:
+def derive_seed(*numbers: int) -> int:
     """One seed of several numbers, in [0, 2^63)."""
     digest = hashlib.sha256(" ".join(map(str, numbers)).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
 
 def _generator(*numbers: int) -> torch.Generator:
-    return torch.Generator().manual_seed(mixed_seed(*numbers))
+    return torch.Generator().manual_seed(derive_seed(*numbers))
 
 
 def for_gpu(data: L.LightningDataModule) -> bool:

@@ -18,12 +18,12 @@ from torch import Tensor
 from lipformer.certificate import NotCertifiable
 from lipformer.models import LanguageModel, LanguageModelConfig
 from training import schedules
-from training.batches import mixed_seed
+from training.batches import derive_seed
 from training.data import CharacterData, run_seed
 from training.errors import BadInput
 from training.optimisers import adamw
 from training.sharding import shard
-from training.windows import IGNORED, Batch
+from training.windows import IGNORE_INDEX, Batch
 
 # What is trained if nothing is said.
 VARIANT = "invertible"
@@ -38,8 +38,8 @@ class LanguageModule(L.LightningModule):
         config: the model; vocab_size and vocabulary are the data's, whatever is given.
         pretrained: directory of a saved model to start from; its own config is used, and no option of
             config may be given.
-        lr: learning rate: the largest one (cosine, constant), or the factor g (paper).
-        schedule: cosine, constant, or paper: lr / sqrt(D) min(t^-1/2, t warmup^-3/2).
+        lr: learning rate: the largest one (cosine, constant), or the factor g (noam).
+        schedule: cosine, constant, or noam: lr / sqrt(D) min(t^-1/2, t warmup^-3/2).
         warmup: steps of rising rates.
         final_lr: what is left of lr at the end of cosine.
         weight_decay: of linear weights; biases, norms, temperatures and embeddings never decay.
@@ -54,7 +54,7 @@ class LanguageModule(L.LightningModule):
         config: LanguageModelConfig,
         pretrained: str | None = None,
         lr: float = 3e-3,
-        schedule: Literal["cosine", "paper", "constant"] = "cosine",
+        schedule: Literal["cosine", "noam", "constant"] = "cosine",
         warmup: int = 100,
         final_lr: float = 0.1,
         weight_decay: float = 0.01,
@@ -129,7 +129,7 @@ class LanguageModule(L.LightningModule):
         """The sum of -log p over the symbols of a batch, in nats."""
         logits = self.model(batch.inputs)
         return F.cross_entropy(
-            logits.flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORED, reduction="sum"
+            logits.flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
         )
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
@@ -138,7 +138,7 @@ class LanguageModule(L.LightningModule):
         So a resumed run draws what the unbroken one drew, whichever process wrote the checkpoint.
         """
         torch.manual_seed(
-            mixed_seed(run_seed(), self.global_rank, self.trainer.current_epoch, batch_idx)
+            derive_seed(run_seed(), self.global_rank, self.trainer.current_epoch, batch_idx)
         )
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -185,8 +185,8 @@ class LanguageModule(L.LightningModule):
         }
 
     def _factor(self) -> Any:
-        if self.schedule == "paper":
-            return partial(schedules.paper, warmup=self.warmup, dim=self.model.config.dim)
+        if self.schedule == "noam":
+            return partial(schedules.noam, warmup=self.warmup, dim=self.model.config.dim)
         if self.schedule == "constant":
             return partial(schedules.constant, warmup=self.warmup)
         total = self.trainer.estimated_stepping_batches

@@ -141,7 +141,7 @@ class TextSample(L.Callback):
     Args:
         enabled: false to skip it.
         prompt: what it continues; default the first line of the validation text.
-        length: characters to write.
+        max_new: characters to write.
         temperature: divides the logits; 0 takes the likeliest character.
         top_k: draw among the k likeliest characters only.
     """
@@ -150,11 +150,11 @@ class TextSample(L.Callback):
         self,
         enabled: bool = True,
         prompt: str | None = None,
-        length: PositiveInt = 200,
+        max_new: PositiveInt = 200,
         temperature: NonNegativeFloat = 0.8,
         top_k: PositiveInt | None = None,
     ) -> None:
-        self.enabled, self.prompt, self.length = enabled, prompt, length
+        self.enabled, self.prompt, self.max_new = enabled, prompt, max_new
         self.temperature, self.top_k = temperature, top_k
         self.text = ""
 
@@ -182,10 +182,10 @@ class TextSample(L.Callback):
             return
         prompt = self._prompt(pl_module)
         with measured(pl_module) as model:
-            room = self.length if model.config.any_length else model.config.max_len - prompt.shape[1]
+            room = self.max_new if model.config.any_length else model.config.max_len - prompt.shape[1]
             tokens = model.generate(
                 prompt.to(pl_module.device),
-                max(0, min(self.length, room)),
+                max(0, min(self.max_new, room)),
                 self.temperature,
                 self.top_k,
                 torch.Generator(pl_module.device).manual_seed(0),

@@ -24,8 +24,8 @@ def cosine(step: int, *, warmup: int, total: int, final: float) -> float:
     return final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * u))
 
 
-def paper(step: int, *, warmup: int, dim: int) -> float:
-    r""":math:`D^{-1/2} \min(t^{-1/2}, t\,w^{-3/2})`; the optimiser's rate is the paper's factor g.
+def noam(step: int, *, warmup: int, dim: int) -> float:
+    r""":math:`D^{-1/2} \min(t^{-1/2}, t\,w^{-3/2})`; the optimiser's rate is their factor g.
 
     Source: Vaswani et al. 2017, used by Kim, Papamakarios, Mnih 2021.
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 # Targets that count for nothing, as in torch's cross_entropy.
-IGNORED = -100
+IGNORE_INDEX = -100
 # Sentences are padded to multiples of this, so that a compiled model sees few shapes.
 _STEP = 32
 
@@ -20,7 +20,7 @@ class Batch(NamedTuple):
     Attributes:
         inputs: (B, N) int64; what pads comes after every real symbol, where a causal model cannot
             see it.
-        targets: (B, N) int64, the next symbols; `IGNORED` where the window has ended.
+        targets: (B, N) int64, the next symbols; `IGNORE_INDEX` where the window has ended.
         symbols: scalar; a process's share of the symbols that the whole batch predicts, over all
             processes: what the sum of losses is divided by, so that their mean over processes is the
             mean over symbols.
@@ -66,7 +66,7 @@ class Windows:
         inside = place < lengths[:, None]
         at = (self.starts[index.clamp_min(0)][:, None] + place).clamp_max(len(self.codes) - 1)
         inputs = torch.where(inside, self.codes[at - 1], 0)
-        targets = torch.where(inside, self.codes[at], IGNORED)
+        targets = torch.where(inside, self.codes[at], IGNORE_INDEX)
         return Batch(inputs, targets, torch.tensor(share, device=index.device))
 
 

@@ -129,7 +129,7 @@ def torch_heads(layer: nn.MultiheadAttention) -> Heads:
             f"add_zero_attn={layer.add_zero_attn}"
         )
     scale = float((layer.embed_dim // layer.num_heads) ** -0.5)
-    weights, biases = [*layer.in_proj_weight.mT.chunk(3, -1)], thirds(layer.in_proj_bias)
+    weights, biases = [*layer.in_proj_weight.mT.chunk(3, -1)], split_qkv_bias(layer.in_proj_bias)
     out = layer.out_proj
     return split_heads(weights, biases, layer.num_heads, out.weight.mT, out.bias, scale, False)
 
@@ -152,7 +152,7 @@ def split_heads(
     )
 
 
-def thirds(bias: Tensor | None) -> list[Tensor | None]:
+def split_qkv_bias(bias: Tensor | None) -> list[Tensor | None]:
     """The biases of query, key and value that lie in one vector."""
     return [None, None, None] if bias is None else [*bias.chunk(3)]
 

@@ -63,7 +63,7 @@ class AttentionFlow(Flow):
         coeff: contraction of every residual branch, in (0, 1).
         mode: "norm" or "causal", see :class:`InvertibleResidual`.
         causal: mask the attention; default: in mode "causal" only.
-        positions: None, "alibi" or "rotary"; the default is "alibi" with a mask, else None.
+        positions: None, "alibi" or "rotary"; "auto" is "alibi" with a mask, else None.
         seq_len: the largest T; needed unless positions are "alibi".
         log_det: method of the attention's log-determinants; None for "auto", see
             :class:`InvertibleResidual`. The feed-forward's are always exact, by derivatives of single

@@ -157,7 +157,9 @@ class LanguageModel(SavedModel):
                     logits, cache = step_module(self.body, self.embed(tokens[:, seen:], seen), cache)
                 else:
                     logits = self(tokens)
-                tokens = torch.cat([tokens, draw(logits[:, -1], temperature, top_k, generator)], dim=1)
+                tokens = torch.cat(
+                    [tokens, sample_tokens(logits[:, -1], temperature, top_k, generator)], dim=1
+                )
         return tokens
 
     def extra_repr(self) -> str:
@@ -192,7 +194,7 @@ def check_sampling(temperature: float, top_k: int | None, vocab_size: int) -> No
         raise ValueError(f"top_k must be None or an integer in 1..{vocab_size}, got {top_k!r}")
 
 
-def draw(
+def sample_tokens(
     logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None
 ) -> Tensor:
     """One token for each row: (B, V) -> (B, 1).

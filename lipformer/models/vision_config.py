@@ -16,8 +16,8 @@ class VisionTransformerConfig(ModelConfig):
             image by LoFAST) or "l2" (L2 attention, one constant for all images).
         image_size: pixels in each direction.
         channels: C.
-        patch: pixels of a patch in each direction, a divisor of image_size.
-        classes: K.
+        patch_size: pixels of a patch in each direction, a divisor of image_size.
+        num_classes: K.
         dim: D, the width of a token.
         num_heads: H, a divisor of D.
         num_layers: blocks of attention and feed-forward.
@@ -40,8 +40,8 @@ class VisionTransformerConfig(ModelConfig):
     variant: str
     image_size: int
     channels: int
-    patch: int
-    classes: int
+    patch_size: int
+    num_classes: int
     dim: int = 64
     num_heads: int = 4
     num_layers: int = 2
@@ -65,15 +65,15 @@ class VisionTransformerConfig(ModelConfig):
         self.fill(hidden=2 * self.dim, **own, **pixels)
         for name in pixels:
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        self.check_positive("image_size", "channels", "patch", "classes", "dim", "num_heads")
+        self.check_positive("image_size", "channels", "patch_size", "num_classes", "dim", "num_heads")
         self.check_positive("num_layers", "hidden", "readout", "std", "attention_weight")
-        if self.image_size % self.patch:
+        if self.image_size % self.patch_size:
             raise ValueError(
-                "image_size must be a multiple of patch, got "
-                f"image_size={self.image_size}, patch={self.patch}"
+                "image_size must be a multiple of patch_size, got "
+                f"image_size={self.image_size}, patch_size={self.patch_size}"
             )
 
     @property
     def tokens(self) -> int:
         """N, the number of patches."""
-        return (self.image_size // self.patch) ** 2
+        return (self.image_size // self.patch_size) ** 2

@@ -63,23 +63,23 @@ class Patches(nn.Module):
     Args:
         channels: C.
         image_size: pixels in each direction.
-        patch: p.
+        patch_size: p.
     """
 
-    def __init__(self, channels: int, image_size: int, patch: int) -> None:
+    def __init__(self, channels: int, image_size: int, patch_size: int) -> None:
         super().__init__()
         self.shape = (channels, image_size, image_size)
-        self.patch = patch
+        self.patch_size = patch_size
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, N, C p p), row by row."""
         if x.ndim != 4 or x.shape[1:] != self.shape:
             allowed = ", ".join(str(size) for size in self.shape)
             raise ValueError(f"images must be (B, {allowed}), got {tuple(x.shape)}")
-        return rearrange(x, "b c (h p) (w q) -> b (h w) (c p q)", p=self.patch, q=self.patch)
+        return rearrange(x, "b c (h p) (w q) -> b (h w) (c p q)", p=self.patch_size, q=self.patch_size)
 
     def extra_repr(self) -> str:
-        return f"{self.shape}, patch={self.patch}"
+        return f"{self.shape}, patch_size={self.patch_size}"
 
 
 @register_bound(Patches)
@@ -169,7 +169,7 @@ class VisionTransformer(SavedModel):
     Example:
         >>> import torch, lipformer as lf
         >>> _ = torch.manual_seed(0)
-        >>> model = VisionTransformer(VisionTransformerConfig("l2", 8, 1, 2, classes=10, dim=16))
+        >>> model = VisionTransformer(VisionTransformerConfig("l2", 8, 1, 2, num_classes=10, dim=16))
         >>> model(torch.rand(3, 1, 8, 8)).shape
         torch.Size([3, 10])
         >>> lf.certify(model.body[:-1]).bound
@@ -209,10 +209,10 @@ def _steps(config: VisionTransformerConfig) -> OrderedDict[str, nn.Module]:
     assert config.mean is not None
     assert config.std is not None
     assert config.hidden is not None
-    pixels = config.channels * config.patch**2
+    pixels = config.channels * config.patch_size**2
     steps: OrderedDict[str, nn.Module] = OrderedDict(
         pixels=PixelNorm(config.mean, config.std),
-        patches=Patches(config.channels, config.image_size, config.patch),
+        patches=Patches(config.channels, config.image_size, config.patch_size),
         embedding=SpectralLinear(pixels, config.dim, mode="normalize"),
         positions=Positions(config.tokens, config.dim, config.position_std),
     )
@@ -234,7 +234,7 @@ def _steps(config: VisionTransformerConfig) -> OrderedDict[str, nn.Module]:
         steps["readout"] = SpectralLinear(features, config.readout, mode="normalize")
         steps["activation"] = MaxMin()
         features = config.readout
-    steps["head"] = head = nn.Linear(features, config.classes)
+    steps["head"] = head = nn.Linear(features, config.num_classes)
     nn.init.normal_(head.weight, std=0.02)
     nn.init.zeros_(head.bias)
     return steps

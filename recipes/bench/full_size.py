@@ -33,7 +33,7 @@ _SMALL = {
     "data.source": "dir",
     "certificate.enabled": "false",
     "inversion.length": 16,
-    "text.length": 8,
+    "text.max_new": 8,
 }
 
 

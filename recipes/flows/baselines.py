@@ -76,20 +76,18 @@ def _weights(size: int, hidden: int) -> int:
     return 2 * size * hidden + hidden * hidden + 2 * hidden + size
 
 
-def train_real_nvp(
-    model: nn.Module, batches: Iterable[Tensor], steps: int, learning_rate: float
-) -> list[float]:
+def train_real_nvp(model: nn.Module, batches: Iterable[Tensor], steps: int, lr: float) -> list[float]:
     """Maximum likelihood with the flow's own optimiser and schedule; returns the losses in nats.
 
     Args:
         model: of :func:`real_nvp`.
         batches: training sets (B, T, D), at least ``steps`` of them.
         steps: number of updates.
-        learning_rate: the largest of the schedule.
+        lr: the largest of the schedule.
     """
     from recipes.flows.module import optimiser
 
-    settings = optimiser(model, learning_rate, steps)
+    settings = optimiser(model, lr, steps)
     losses = []
     for _, x in zip(range(steps), batches, strict=False):
         loss = model.forward_kld(x.flatten(1))  # type: ignore[operator]

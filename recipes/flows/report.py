@@ -81,7 +81,7 @@ class Report(RunReport):
 
     Args:
         directory: of the report and of last.ckpt.
-        learning_rates: of the RealNVP.
+        lrs: of the RealNVP.
         samples: sets drawn from the flow.
         cells: of the grid of densities in each direction.
     """
@@ -89,12 +89,12 @@ class Report(RunReport):
     def __init__(
         self,
         directory: str = "report/flows",
-        learning_rates: tuple[float, ...] = (1e-3, 3e-3),
+        lrs: tuple[float, ...] = (1e-3, 3e-3),
         samples: int = 500,
         cells: int = 40,
     ) -> None:
         super().__init__(directory)
-        self.learning_rates, self.samples, self.cells = learning_rates, samples, cells
+        self.lrs, self.samples, self.cells = lrs, samples, cells
 
     def write(self, module: FlowModule, data: PointSets, updates: int, seconds: float) -> str:
         """Scores, pictures and the text."""
@@ -124,7 +124,7 @@ class Report(RunReport):
     def real_nvps(self, data: PointSets, size: int, updates: int) -> list[Row]:
         """A RealNVP for each learning rate."""
         rows = []
-        for rate in self.learning_rates:
+        for rate in self.lrs:
             print(f"training the RealNVP, {updates} updates at learning rate {rate:g}")
             torch.manual_seed(0)
             model = real_nvp(data.points, 2, size)

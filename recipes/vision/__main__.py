@@ -17,7 +17,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 from recipes.cli import RecipeCLI
 from recipes.output import exit_code
-from recipes.vision.data import ABOUT, ImageData
+from recipes.vision.data import DATASETS, ImageData
 from recipes.vision.module import VisionModule
 from recipes.vision.report import Report
 
@@ -28,7 +28,7 @@ TRAINER = {
     "enable_model_summary": False,
 }
 # What is trained on the digits if nothing is said.
-DIGITS = {"variant": "l2", "patch": 2, "dim": 32}
+DIGITS = {"variant": "l2", "patch_size": 2, "dim": 32}
 
 
 def directory(out: str | None, name: str, variant: str) -> str:
@@ -40,7 +40,7 @@ def _of_data(entry: str) -> Callable[[str], Any]:
     """What is known of a data set, by its name."""
 
     def find(name: str) -> Any:
-        about = ABOUT[name]
+        about = DATASETS[name]
         return [about.std] * about.channels if entry == "std" else getattr(about, entry)
 
     return find
@@ -60,7 +60,7 @@ class VisionCLI(RecipeCLI):
             help="of all output (default: report/vision/<name>_<variant>)",
         )
         parser.add_lightning_class_args(Report, "report")
-        for entry in ("image_size", "channels", "classes", "mean", "std"):
+        for entry in ("image_size", "channels", "num_classes", "mean", "std"):
             parser.link_arguments("data.name", f"model.config.{entry}", compute_fn=_of_data(entry))
         parser.set_defaults({f"model.config.{name}": value for name, value in DIGITS.items()})
         for target in ("trainer.default_root_dir", "report.directory"):

@@ -19,19 +19,19 @@ from training.batches import for_gpu
 from training.errors import BadInput, first_line
 
 
-class Pictures(NamedTuple):
+class LabelledImages(NamedTuple):
     """Images (N, C, H, W) as uint8 and their labels (N,) as int64."""
 
     images: Tensor
     labels: Tensor
 
-    def part(self, index: Tensor | slice) -> Pictures:
+    def part(self, index: Tensor | slice) -> LabelledImages:
         """Some of them."""
-        return Pictures(self.images[index], self.labels[index])
+        return LabelledImages(self.images[index], self.labels[index])
 
 
 @dataclass(frozen=True)
-class About:
+class DatasetInfo:
     """What is known of a data set.
 
     Attributes:
@@ -47,22 +47,22 @@ class About:
     white: int
     mean: tuple[float, ...]
     std: float
-    classes: int = 10
+    num_classes: int = 10
 
 
-ABOUT = {
-    "digits": About(8, 1, 16, (0.305,), 0.376),
-    "mnist": About(28, 1, 255, (0.131,), 0.308),
-    "cifar10": About(32, 3, 255, (0.491, 0.482, 0.447), 0.251),
+DATASETS = {
+    "digits": DatasetInfo(8, 1, 16, (0.305,), 0.376),
+    "mnist": DatasetInfo(28, 1, 255, (0.131,), 0.308),
+    "cifar10": DatasetInfo(32, 3, 255, (0.491, 0.482, 0.447), 0.251),
 }
 
 
-def digits() -> tuple[Pictures, Pictures]:
+def digits() -> tuple[LabelledImages, LabelledImages]:
     """The 1797 images of scikit-learn: four fifths to train with, the rest to judge by."""
     from sklearn.datasets import load_digits
 
     bunch = load_digits()
-    every = Pictures(
+    every = LabelledImages(
         torch.as_tensor(bunch.images).to(torch.uint8)[:, None], torch.as_tensor(bunch.target).long()
     )
     order = torch.randperm(len(every.labels), generator=Generator().manual_seed(0))
@@ -92,7 +92,7 @@ def read_sheet(path: Path) -> Tensor:
     return rows.permute(0, 3, 1, 2).contiguous()
 
 
-def from_directory(name: str, directory: str | Path) -> tuple[Pictures, Pictures]:
+def from_directory(name: str, directory: str | Path) -> tuple[LabelledImages, LabelledImages]:
     """Training and test images of the files that `recipes.vision.fetch` unpacks.
 
     Raises:
@@ -102,7 +102,7 @@ def from_directory(name: str, directory: str | Path) -> tuple[Pictures, Pictures
     try:
         if name == "mnist":
             train, test = (
-                Pictures(
+                LabelledImages(
                     read_idx(folder / f"{part}-images-idx3-ubyte")[:, None],
                     read_idx(folder / f"{part}-labels-idx1-ubyte").long(),
                 )
@@ -115,8 +115,8 @@ def from_directory(name: str, directory: str | Path) -> tuple[Pictures, Pictures
         )
         sheets = [read_sheet(folder / f"data_batch_{i}.png") for i in range(1, 6)]
         return (
-            Pictures(torch.cat(sheets), train_labels),
-            Pictures(read_sheet(folder / "test_batch.png"), test_labels),
+            LabelledImages(torch.cat(sheets), train_labels),
+            LabelledImages(read_sheet(folder / "test_batch.png"), test_labels),
         )
     except (OSError, ValueError, IndexError, RuntimeError) as error:
         raise BadInput(
@@ -125,11 +125,11 @@ def from_directory(name: str, directory: str | Path) -> tuple[Pictures, Pictures
         ) from error
 
 
-def from_hub(path: str, channels: int) -> tuple[Pictures, Pictures]:
+def from_hub(path: str, channels: int) -> tuple[LabelledImages, LabelledImages]:
     """Training and test images of a data set with an image and a label in each row, by `datasets`."""
     import datasets
 
-    def pictures(split: str) -> Pictures:
+    def read(split: str) -> LabelledImages:
         rows: Any = datasets.load_dataset(path, split=split)
         image = next((n for n, kind in rows.features.items() if isinstance(kind, datasets.Image)), None)
         if image is None or "label" not in rows.features:
@@ -138,40 +138,40 @@ def from_hub(path: str, channels: int) -> tuple[Pictures, Pictures]:
         stack = np.stack([np.asarray(picture.convert(mode)) for picture in rows[image]])
         images = torch.from_numpy(stack).unflatten(2, (stack.shape[2],))
         images = images[:, None] if channels == 1 else images.permute(0, 3, 1, 2).contiguous()
-        return Pictures(images, torch.tensor(rows["label"], dtype=torch.int64))
+        return LabelledImages(images, torch.tensor(rows["label"], dtype=torch.int64))
 
-    return pictures("train"), pictures("test")
+    return read("train"), read("test")
 
 
-class Shown(Dataset[tuple[Tensor, Tensor]]):
-    """Images in [0, 1] with their labels, a whole batch at once, moved and mirrored if asked.
+class ImageDataset(Dataset[tuple[Tensor, Tensor]]):
+    """Images in [0, 1] with their labels, a whole batch at once, shifted and flipped if asked.
 
     Args:
-        pictures: what to show.
+        source: the images.
         white: the value that becomes 1.
         shift: most pixels that an image is moved by, in each direction, with black beyond its edges.
-        mirror: turn every other image round.
+        flip: mirror every image with probability 1/2.
     """
 
-    def __init__(self, pictures: Pictures, white: int, shift: int = 0, mirror: bool = False) -> None:
-        self.pictures, self.white, self.shift, self.mirror = pictures, white, shift, mirror
+    def __init__(self, source: LabelledImages, white: int, shift: int = 0, flip: bool = False) -> None:
+        self.source, self.white, self.shift, self.flip = source, white, shift, flip
 
     def __len__(self) -> int:
-        return len(self.pictures.labels)
+        return len(self.source.labels)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, Tensor]]:
         with torch.device("cpu"):
-            images, labels = self.pictures.part(torch.tensor(indices))
+            images, labels = self.source.part(torch.tensor(indices))
             x = self.moved(images.float() / self.white)
         return list(zip(x, labels, strict=True))
 
     def moved(self, x: Tensor) -> Tensor:
-        """Each image moved and mirrored at random, (B, C, H, W)."""
+        """Each image shifted and flipped at random, (B, C, H, W)."""
         count, _, height, width = x.shape
-        if self.mirror:
+        if self.flip:
             flip = torch.rand(count, 1, 1, 1) < 0.5
             x = torch.where(flip, x.flip(-1), x)
         if self.shift:
@@ -197,7 +197,7 @@ class ImageData(L.LightningDataModule):
         hub: a data set by its name on the hub or by a local path, read by `datasets`, instead.
         batch_size: images of a batch.
         shift: most pixels that training images are moved by, in each direction.
-        mirror: mirror every other training image.
+        flip: mirror training images with probability 1/2.
         train_images: use only so many training images.
         test_images: judge by the first so many test images.
     """
@@ -209,7 +209,7 @@ class ImageData(L.LightningDataModule):
         hub: str | None = None,
         batch_size: PositiveInt = 128,
         shift: NonNegativeInt = 0,
-        mirror: bool = False,
+        flip: bool = False,
         train_images: PositiveInt | None = None,
         test_images: PositiveInt | None = None,
     ) -> None:
@@ -221,10 +221,10 @@ class ImageData(L.LightningDataModule):
                 f"name={name}, directory={directory}, hub={hub}"
             )
         self.name, self.directory, self.hub = name, directory, hub
-        self.batch_size, self.shift, self.mirror = batch_size, shift, mirror
+        self.batch_size, self.shift, self.flip = batch_size, shift, flip
         self.train_images, self.test_images = train_images, test_images
-        self.about = ABOUT[name]
-        self.parts: dict[str, Pictures] = {}
+        self.about = DATASETS[name]
+        self.parts: dict[str, LabelledImages] = {}
 
     def setup(self, stage: str) -> None:
         """Reads the images, once, into the CPU's memory."""
@@ -232,8 +232,8 @@ class ImageData(L.LightningDataModule):
             return
         with torch.device("cpu"):
             train, test = self._read()
-        for pictures in (train, test):
-            self._check(pictures)
+        for part in (train, test):
+            self._check(part)
         held_out = min(5000, len(train.labels) // 10)
         seen = train.part(slice(held_out, None)).part(slice(self.train_images))
         self.parts = {
@@ -242,7 +242,7 @@ class ImageData(L.LightningDataModule):
             "test": test.part(slice(self.test_images)),
         }
 
-    def _read(self) -> tuple[Pictures, Pictures]:
+    def _read(self) -> tuple[LabelledImages, LabelledImages]:
         if self.name == "digits":
             return digits()
         if self.directory is not None:
@@ -254,35 +254,35 @@ class ImageData(L.LightningDataModule):
             "DIRECTORY fills one) or --data.hub"
         )
 
-    def _check(self, pictures: Pictures) -> None:
+    def _check(self, part: LabelledImages) -> None:
         size, channels = self.about.image_size, self.about.channels
-        images, labels = pictures
+        images, labels = part
         if images.shape[1:] != (channels, size, size) or len(images) != len(labels):
             raise BadInput(
                 f"{self.name} has images {(channels, size, size)} and as many labels, got "
                 f"{tuple(images.shape)} and {len(labels)} labels"
             )
-        if len(labels) == 0 or not 0 <= int(labels.min()) <= int(labels.max()) < self.about.classes:
-            raise BadInput(f"labels of {self.name} must be 0..{self.about.classes - 1}")
+        if len(labels) == 0 or not 0 <= int(labels.min()) <= int(labels.max()) < self.about.num_classes:
+            raise BadInput(f"labels of {self.name} must be 0..{self.about.num_classes - 1}")
 
     def images(self, part: str, count: int | None = None) -> tuple[Tensor, Tensor]:
         """The first images of a part, in [0, 1], and their labels."""
-        pictures = self.parts[part].part(slice(count))
-        return pictures.images.float() / self.about.white, pictures.labels
+        images, labels = self.parts[part].part(slice(count))
+        return images.float() / self.about.white, labels
 
-    def _batches(self, shown: Shown, **options: Any) -> DataLoader[tuple[Tensor, Tensor]]:
-        size = min(self.batch_size, len(shown))
-        return DataLoader(shown, size, pin_memory=for_gpu(self), **options)
+    def _batches(self, dataset: ImageDataset, **options: Any) -> DataLoader[tuple[Tensor, Tensor]]:
+        size = min(self.batch_size, len(dataset))
+        return DataLoader(dataset, size, pin_memory=for_gpu(self), **options)
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
         """Batches of images and labels in random order."""
-        shown = Shown(self.parts["train"], self.about.white, self.shift, self.mirror)
-        return self._batches(shown, shuffle=True, drop_last=True)
+        dataset = ImageDataset(self.parts["train"], self.about.white, self.shift, self.flip)
+        return self._batches(dataset, shuffle=True, drop_last=True)
 
     def val_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
         """The held-out training images."""
-        return self._batches(Shown(self.parts["val"], self.about.white))
+        return self._batches(ImageDataset(self.parts["val"], self.about.white))
 
     def test_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
         """The test images."""
-        return self._batches(Shown(self.parts["test"], self.about.white))
+        return self._batches(ImageDataset(self.parts["test"], self.about.white))

@@ -14,7 +14,7 @@ import lipformer as lf
 from lipformer.analysis import certified_radius
 from lipformer.models import VisionTransformer, VisionTransformerConfig
 from recipes.vision.data import ImageData
-from recipes.vision.pgd import lead
+from recipes.vision.pgd import logit_margin
 from training.errors import BadInput
 from training.optimisers import adamw
 
@@ -29,11 +29,11 @@ def row_distances(weight: Tensor) -> Tensor:
     return (square + 1e-12).sqrt()
 
 
-def handicapped(logits: Tensor, labels: Tensor, weight: Tensor, reach: float | Tensor) -> Tensor:
-    r"""Logits with :math:`\|w_y - w_j\|\,r` added to each wrong class j.
+def add_margin(logits: Tensor, labels: Tensor, weight: Tensor, reach: float | Tensor) -> Tensor:
+    r"""Logits with the margin :math:`\|w_y - w_j\|\,r` added to each wrong class j.
 
-    If features move by at most r, the lead of class y over class j shrinks by at most that: whatever
-    loss is small on these logits is small on every perturbed image.
+    If features move by at most r, the margin of class y over class j shrinks by at most that: whatever
+    loss is small on these logits is small on every perturbed image (Tsuzuku, Sato, Sugiyama 2018).
 
     Args:
         logits: (B, K).
@@ -41,12 +41,12 @@ def handicapped(logits: Tensor, labels: Tensor, weight: Tensor, reach: float | T
         weight: the head's, (K, F).
         reach: r, the certified or assumed change of the features.
     """
-    handicap = row_distances(weight)[labels] * reach
-    return logits + handicap.scatter(1, labels[:, None], 0.0)
+    margin = row_distances(weight)[labels] * reach
+    return logits + margin.scatter(1, labels[:, None], 0.0)
 
 
 class VisionModule(L.LightningModule):
-    r"""A Vision Transformer, trained by cross-entropy on handicapped logits.
+    r"""A Vision Transformer, trained by cross-entropy on logits with a margin.
 
     The reach is eps times the gain from image to features: for "l2" the certificate; for "dot_product",
     which has none, the median over some training images of the gain that their certified radius
@@ -54,7 +54,7 @@ class VisionModule(L.LightningModule):
     of the run, since at its full size the best head would at first be zero.
 
     Args:
-        config: the model; its image_size, channels, classes, mean and std are set by data.name.
+        config: the model; its image_size, channels, num_classes, mean and std are set by data.name.
         eps: the radius that is trained for, in the l2 norm of pixels in [0, 1].
         logit_scale: what logits are multiplied by in the loss.
         gain_every: steps between two measurements of the gain.
@@ -117,17 +117,17 @@ class VisionModule(L.LightningModule):
             self.log("train/gain", self.gain)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        """Cross-entropy of the handicapped logits."""
+        """Cross-entropy of the logits with the margin."""
         images, labels = batch
         rise = min(1.0, 2.0 * self.global_step / self.trainer.estimated_stepping_batches)
         reach = self.eps * rise * self.gain
-        logits = handicapped(self.model(images), labels, self.model.head.weight, reach)
+        logits = add_margin(self.model(images), labels, self.model.head.weight, reach)
         loss = F.cross_entropy(self.logit_scale * logits, labels)
         self.log("train/loss", loss)
         return loss
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        """Accuracy, and accuracy with the handicap (for "l2": certified accuracy at eps)."""
+        """Accuracy, and accuracy with the margin (for "l2": certified accuracy at eps)."""
         self._evaluate(batch, "val")
 
     def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
@@ -138,9 +138,9 @@ class VisionModule(L.LightningModule):
         images, labels = batch
         logits = self.model(images)
         self.gain = self.gain or self.measured_gain()
-        margin = handicapped(logits, labels, self.model.head.weight, self.eps * self.gain)
-        for name, found in (("accuracy", logits), ("handicapped", margin)):
-            right = (lead(found, labels) > 0).float().mean()
+        shifted = add_margin(logits, labels, self.model.head.weight, self.eps * self.gain)
+        for name, found in (("accuracy", logits), ("margin_accuracy", shifted)):
+            right = (logit_margin(found, labels) > 0).float().mean()
             self.log(f"{stage}/{name}", right, prog_bar=True, batch_size=len(labels), sync_dist=True)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
@@ -169,8 +169,8 @@ def local_gain(model: VisionTransformer, images: Tensor) -> float:
     finally:
         model.train(was_training)
     distances = row_distances(model.head.weight)[predicted]
-    leads = logits.gather(1, predicted[:, None]) - logits
-    ratio = (leads / distances).scatter(1, predicted[:, None], torch.inf).amin(1).double()
+    margins = logits.gather(1, predicted[:, None]) - logits
+    ratio = (margins / distances).scatter(1, predicted[:, None], torch.inf).amin(1).double()
     gains = (ratio / radius)[(radius > 0) & torch.isfinite(radius)]
     if gains.numel() == 0:
         assert model.config.std is not None

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 import lipformer as lf
 
 
-def lead(logits: Tensor, labels: Tensor) -> Tensor:
+def logit_margin(logits: Tensor, labels: Tensor) -> Tensor:
     """The label's logit less the largest other one, (B, K), (B,) -> (B,): negative if misclassified."""
     own = logits.gather(1, labels[:, None])
     rest = logits.scatter(1, labels[:, None], -torch.inf)
     return (own - rest.amax(1, keepdim=True)).squeeze(1)
 
 
-def within(x: Tensor, centre: Tensor, eps: float) -> Tensor:
+def project_to_ball(x: Tensor, centre: Tensor, eps: float) -> Tensor:
     """x moved into the ball of radius eps around the centre, and into [0, 1].
 
     Clipping does not leave the ball: the centre lies in [0, 1], a convex set.
@@ -44,7 +44,7 @@ def pgd(
     """The worst images found within eps: (B, C, H, W), as the images.
 
     The first start is the image, the others are random points of the ball's surface. Each step goes
-    2.5 eps / steps down the gradient of the lead; the worst point on the way is kept.
+    2.5 eps / steps down the gradient of the margin; the worst point on the way is kept.
 
     Args:
         model: images to logits, in eval mode.
@@ -62,17 +62,17 @@ def pgd(
             if start:
                 noise = torch.randn(images.shape, generator=generator).to(images)
                 length = noise.flatten(1).norm(dim=1)[:, None, None, None]
-                x = within(images + eps * noise / length, images, eps)
+                x = project_to_ball(images + eps * noise / length, images, eps)
             for step in range(steps + 1):
                 x = x.detach().requires_grad_()
-                leads = lead(model(x), labels)
-                worse = leads.detach() < best
-                best = torch.where(worse, leads.detach(), best)
+                margins = logit_margin(model(x), labels)
+                worse = margins.detach() < best
+                best = torch.where(worse, margins.detach(), best)
                 worst = torch.where(worse[:, None, None, None], x.detach(), worst)
                 if step < steps:
-                    (slope,) = torch.autograd.grad(leads.sum(), x)
+                    (slope,) = torch.autograd.grad(margins.sum(), x)
                     length = slope.flatten(1).norm(dim=1).clamp_min(1e-30)[:, None, None, None]
-                    x = within(x.detach() - 2.5 * eps / steps * slope / length, images, eps)
+                    x = project_to_ball(x.detach() - 2.5 * eps / steps * slope / length, images, eps)
     return worst
 
 
@@ -90,5 +90,5 @@ def pgd_accuracy(
     for x, y in zip(images.split(batch_size), labels.split(batch_size), strict=True):
         found = pgd(model, x, y, eps, generator=generator, **options)
         with torch.no_grad():
-            right += int((lead(model(found), y) > 0).sum())
+            right += int((logit_margin(model(found), y) > 0).sum())
     return right / len(images)

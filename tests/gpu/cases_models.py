@@ -100,7 +100,9 @@ def _language(name: str) -> Any:
 
 
 def vision(variant: str, **options: Any) -> Any:
-    return new(VisionTransformer, VisionTransformerConfig(variant, 8, 1, 4, classes=3, dim=8, **options))
+    return new(
+        VisionTransformer, VisionTransformerConfig(variant, 8, 1, 4, num_classes=3, dim=8, **options)
+    )
 
 
 RESIDUAL = new(lf.Residual, attention(causal=True, positions="alibi", value_proj=False))

@@ -50,7 +50,7 @@ SIZES: list[object] = [
     *("--trainer.max_epochs", "null", "--data.source", "dir"),
     *("--data.block", 16, "--data.batch_size", 4, "--data.characters", "plain"),
     *("--certificate.length", 4, "--certificate.steps", 1, "--certificate.restarts", 1),
-    *("--inversion.length", 4, "--text.length", 4),
+    *("--inversion.length", 4, "--text.max_new", 4),
 ]
 NARROW: list[object] = [
     "--model.config.dim",

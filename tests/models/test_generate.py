@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lipformer.layers import step_module
-from lipformer.models.language_model import draw
+from lipformer.models.language_model import sample_tokens
 from tests.models.variants import CASES, build, fit, tokens
 
 V = 11
@@ -61,11 +61,11 @@ def test_a_generator_decides_the_draws() -> None:
 
 def test_draws_follow_the_probabilities() -> None:
     logits = torch.tensor([0.5, 0.3, 0.2]).log().expand(20_000, 3)
-    seen = draw(logits, 1.0, None, None).flatten().bincount(minlength=3) / 20_000
+    seen = sample_tokens(logits, 1.0, None, None).flatten().bincount(minlength=3) / 20_000
     assert (seen - torch.tensor([0.5, 0.3, 0.2])).abs().max() < 0.02  # 5 deviations of 0.0035
-    best = draw(logits, 1.0, 2, None).flatten().bincount(minlength=3) / 20_000
+    best = sample_tokens(logits, 1.0, 2, None).flatten().bincount(minlength=3) / 20_000
     assert (best - torch.tensor([0.625, 0.375, 0.0])).abs().max() < 0.02
-    sharp = draw(logits, 0.5, None, None).flatten().bincount(minlength=3) / 20_000
+    sharp = sample_tokens(logits, 0.5, None, None).flatten().bincount(minlength=3) / 20_000
     assert (sharp - torch.tensor([25.0, 9.0, 4.0]) / 38.0).abs().max() < 0.02
 
 

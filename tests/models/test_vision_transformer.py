@@ -203,5 +203,7 @@ def test_a_config_comes_back_from_its_entries() -> None:
     assert dataclasses.replace(config(), dim=16).dim == 16
     with pytest.raises(ValueError, match="wrong entries .* 'flavour'"):
         VisionTransformerConfig.from_dict({**config().to_dict(), "flavour": 1})
-    with pytest.raises(ValueError, match="missing .* 'image_size', 'channels', 'patch', and 'classes'"):
+    with pytest.raises(
+        ValueError, match="missing .* 'image_size', 'channels', 'patch_size', and 'num_classes'"
+    ):
         VisionTransformerConfig.from_dict({"variant": "l2"})

@@ -42,7 +42,7 @@ TINY: dict[str, object] = {
     "trainer.enable_model_summary": False,
     "report.samples": 6,
     "report.cells": 4,
-    "report.learning_rates": [1e-3],
+    "report.lrs": [1e-3],
 }
 run = partial(run_small, main, TINY)
 

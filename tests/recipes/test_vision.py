@@ -19,9 +19,9 @@ import lipformer as lf
 from lipformer.analysis import certified_radius
 from lipformer.models import VisionTransformer, VisionTransformerConfig
 from recipes.vision.__main__ import main
-from recipes.vision.data import ABOUT, ImageData
-from recipes.vision.module import VisionModule, handicapped, local_gain
-from recipes.vision.pgd import lead, pgd, pgd_accuracy, within
+from recipes.vision.data import DATASETS, ImageData
+from recipes.vision.module import VisionModule, add_margin, local_gain
+from recipes.vision.pgd import logit_margin, pgd, pgd_accuracy, project_to_ball
 from recipes.vision.report import Row, radii, table, table_text
 from tests.recipes.tiny import run_small
 from tests.training.tiny import LIGHTNING_WARNINGS
@@ -29,7 +29,7 @@ from tests.training.tiny import LIGHTNING_WARNINGS
 pytestmark = pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
 FOLDER = Path(__file__).resolve().parents[2] / "recipes" / "vision"
 CONFIGS = sorted(FOLDER.glob("*.yaml"))
-NAMES = {f"{name}_{variant}" for name in ABOUT for variant in ("l2", "dot_product")}
+NAMES = {f"{name}_{variant}" for name in DATASETS for variant in ("l2", "dot_product")}
 TINY: dict[str, object] = {
     "model.config.dim": 8,
     "model.config.hidden": 8,
@@ -96,8 +96,8 @@ def test_a_configuration_opens_with_its_command() -> None:
 def test_its_model_is_built(path: Path) -> None:
     """At its own size: forward and backward, one image."""
     settings = yaml.safe_load(path.read_text())
-    about = ABOUT[settings["data"]["name"]]
-    shape = {"image_size": about.image_size, "channels": about.channels, "classes": 10}
+    about = DATASETS[settings["data"]["name"]]
+    shape = {"image_size": about.image_size, "channels": about.channels, "num_classes": 10}
     config = VisionTransformerConfig(**settings["model"].pop("config"), **shape)
     module = VisionModule(config, **settings["model"])
     images = torch.rand(2, about.channels, about.image_size, about.image_size)
@@ -132,11 +132,11 @@ def test_it_takes_two_steps(path: Path, tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_validate_and_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("validate", tmp_path, "--trainer.logger=false") == 0
-    assert "val/handicapped" in capsys.readouterr().out
-    assert run("fit", tmp_path, "--data.name=mnist", "--model.config.patch=7") == 2
+    assert "val/margin_accuracy" in capsys.readouterr().out
+    assert run("fit", tmp_path, "--data.name=mnist", "--model.config.patch_size=7") == 2
     assert "python -m recipes.vision.fetch mnist" in capsys.readouterr().err
-    assert run("fit", tmp_path, "--model.config.patch=3") == 2
-    assert "image_size must be a multiple of patch" in capsys.readouterr().err
+    assert run("fit", tmp_path, "--model.config.patch_size=3") == 2
+    assert "image_size must be a multiple of patch_size" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def test_pgd_accuracy_is_not_below_certified_accuracy(variant: str) -> None:
     # Image by image, just inside its certified radius.
     for x, y, r in zip(images[:8, None], labels[:8, None], radius[:8].tolist(), strict=True):
         if r > 0:
-            assert lead(model(pgd(model, x, y, r, steps=10, restarts=2)), y) > 0
+            assert logit_margin(model(pgd(model, x, y, r, steps=10, restarts=2)), y) > 0
 
 
 def test_an_attack_passes_a_wrong_certificate() -> None:
@@ -255,16 +255,16 @@ def test_pgd_stays_in_the_ball_and_finds_the_worst_of_a_linear_map() -> None:
     assert found.min() >= 0
     assert found.max() <= 1
     w = model[1].weight
-    expected = lead(model(images), labels) - 0.2 * (w[0] - w[1]).norm()
-    assert torch.allclose(lead(model(found), labels), expected, rtol=1e-3)
-    assert within(images + 5, images, 0.2).max() <= 1
+    expected = logit_margin(model(images), labels) - 0.2 * (w[0] - w[1]).norm()
+    assert torch.allclose(logit_margin(model(found), labels), expected, rtol=1e-3)
+    assert project_to_ball(images + 5, images, 0.2).max() <= 1
     assert pgd_accuracy(model, images, model(images).argmax(1), 0.0, steps=1) == 1.0
 
 
-def test_the_handicap_is_what_a_perturbation_can_do() -> None:
+def test_the_margin_is_what_a_perturbation_can_do() -> None:
     logits, weight = torch.zeros(2, 3), torch.tensor([[3.0, 0.0], [0.0, 4.0], [3.0, 0.0]])
     labels = torch.tensor([0, 1])
-    got = handicapped(logits, labels, weight.requires_grad_(), 0.5)
+    got = add_margin(logits, labels, weight.requires_grad_(), 0.5)
     assert torch.allclose(got, torch.tensor([[0.0, 2.5, 0.0], [2.5, 0.0, 2.5]]), atol=1e-5)
     got.sum().backward()
     assert bool(weight.grad.isfinite().all())  # type: ignore[union-attr]

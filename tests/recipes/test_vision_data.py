@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from recipes.vision import fetch
-from recipes.vision.data import ABOUT, ImageData, Shown, from_hub, read_idx, read_sheet
+from recipes.vision.data import DATASETS, ImageData, ImageDataset, from_hub, read_idx, read_sheet
 from tests.recipes.test_vision import noise, write_data, write_idx, write_sheet
 from training.errors import BadInput
 
@@ -92,8 +92,8 @@ def test_digits_are_split_once_and_for_all() -> None:
         assert torch.equal(one.parts[part].images, two.parts[part].images)
     images, _ = one.images("train")
     assert images.max() == 1.0
-    assert abs(images.mean().item() - ABOUT["digits"].mean[0]) < 0.01
-    assert abs(images.std().item() - ABOUT["digits"].std) < 0.01
+    assert abs(images.mean().item() - DATASETS["digits"].mean[0]) < 0.01
+    assert abs(images.std().item() - DATASETS["digits"].std) < 0.01
     for options in (
         {"directory": "x"},
         {"name": "mnist", "directory": "x", "hub": "y"},
@@ -107,7 +107,7 @@ def test_digits_are_split_once_and_for_all() -> None:
 def test_images_are_moved_within_their_frame() -> None:
     data = ImageData()
     data.setup("fit")
-    shown = Shown(data.parts["train"], 16, shift=1, mirror=True)
+    shown = ImageDataset(data.parts["train"], 16, shift=1, flip=True)
     x = torch.zeros(200, 2, 5, 5)
     x[:, 0, 2, 1], x[:, 1, 2, 1] = 1.0, 2.0
     moved = shown.moved(x)
@@ -139,7 +139,7 @@ def test_a_data_set_of_the_hub_is_read(channels: int, tmp_path: Path) -> None:
 
 def test_images_stay_on_the_cpu_whatever_the_default_device() -> None:
     with torch.device("meta"):
-        data = ImageData(shift=1, mirror=True)
+        data = ImageData(shift=1, flip=True)
         data.setup("fit")
         shown = data.train_dataloader().dataset[0]
     assert [part.device.type for part in (*data.images("test", 2), *shown)] == ["cpu"] * 4

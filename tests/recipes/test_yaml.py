@@ -70,7 +70,7 @@ def test_its_model_can_be_built(path: Path) -> None:
     else:
         assert trainer["precision"] == "bf16-mixed"
         assert module.compiled
-        assert module.schedule == "paper"
+        assert module.schedule == "noam"
 
 
 TINY: list[object] = [
@@ -80,7 +80,7 @@ TINY: list[object] = [
     *("--trainer.enable_progress_bar", "false", "--data.source", "dir"),
     *("--data.block", 16, "--data.batch_size", 4, "--data.characters", "plain"),
     # Attacks take seconds; test_monitors and test_commands make them.
-    *("--certificate.enabled", "false", "--inversion.length", 4, "--text.length", 4),
+    *("--certificate.enabled", "false", "--inversion.length", 4, "--text.max_new", 4),
     *("--report.enabled", "false"),
 ]
 NARROW: list[object] = [

@@ -53,7 +53,7 @@ def tiny(tmp_path: Path) -> list[object]:
         *("--trainer.max_steps", 4, "--trainer.val_check_interval", 2),
         *("--trainer.log_every_n_steps", 1, "--trainer.accelerator", "cpu"),
         *("--trainer.enable_progress_bar", "false", "--certificate.length", 4),
-        *("--certificate.steps", 1, "--certificate.restarts", 1, "--text.length", 20),
+        *("--certificate.steps", 1, "--certificate.restarts", 1, "--text.max_new", 20),
         *("--trainer.default_root_dir", tmp_path / "runs"),
     ]
 

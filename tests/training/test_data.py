@@ -13,7 +13,7 @@ from training import corpus
 from training.batches import EvaluationBatches, TrainingBatches
 from training.data import CharacterData
 from training.errors import BadInput
-from training.windows import IGNORED, Windows, sentences, stream, whole_stream
+from training.windows import IGNORE_INDEX, Windows, sentences, stream, whole_stream
 
 PTB = Path("/work/shared/data/ptb")
 
@@ -120,8 +120,8 @@ def test_every_symbol_is_predicted_once() -> None:
     codes = torch.arange(103)
     windows = whole_stream(codes, 16)
     batch = windows.batch(torch.arange(len(windows)), 1.0)
-    assert torch.equal(batch.targets[batch.targets != IGNORED], codes[1:])
-    kept = batch.targets != IGNORED
+    assert torch.equal(batch.targets[batch.targets != IGNORE_INDEX], codes[1:])
+    kept = batch.targets != IGNORE_INDEX
     assert torch.equal(batch.inputs[kept], codes[:-1])
 
 
@@ -142,7 +142,7 @@ def test_sentences_are_lines_with_their_newline() -> None:
     pieces = []
     for i in range(len(windows)):
         batch = windows.batch(torch.tensor([i]), 1.0)
-        kept = batch.targets[0] != IGNORED
+        kept = batch.targets[0] != IGNORE_INDEX
         pieces.append(corpus.decode(batch.targets[0][kept], vocabulary))
         assert batch.inputs.shape[1] % 5 == 0
     assert pieces == ["abc\n", "\n", "abcde", "fgh\n", "b\n"]
@@ -163,9 +163,9 @@ def test_processes_share_the_batch_of_one() -> None:
     halves = [list(training_batches(rank, 2)) for rank in range(2)]
     assert len(whole) == len(halves[0]) == 5
     for one, first, second in zip(whole, *halves, strict=True):
-        rows = [row[row != IGNORED] for part in (first, second) for row in part.targets]
+        rows = [row[row != IGNORE_INDEX] for part in (first, second) for row in part.targets]
         for mine, theirs in zip(one.targets, rows, strict=True):
-            assert torch.equal(mine[mine != IGNORED], theirs)
+            assert torch.equal(mine[mine != IGNORE_INDEX], theirs)
         assert first.symbols == second.symbols == one.symbols / 2
 
 
@@ -195,7 +195,7 @@ def test_evaluation_covers_all_in_every_process() -> None:
     windows = whole_stream(torch.arange(150), 16)
     parts = [list(EvaluationBatches(windows, 3, rank, 2)) for rank in range(2)]
     assert len(parts[0]) == len(parts[1]) == 2
-    seen = torch.cat([b.targets[b.targets != IGNORED] for part in parts for b in part])
+    seen = torch.cat([b.targets[b.targets != IGNORE_INDEX] for part in parts for b in part])
     assert torch.equal(seen.sort().values, torch.arange(1, 150))
     assert sum(b.symbols.item() for part in parts for b in part) == 149
 

@@ -56,7 +56,7 @@ def test_its_file_trains_on_two_processes(tmp_path: Path, name: str) -> None:
         "model.compile": "false",
         "certificate.steps": 1,
         "certificate.restarts": 1,
-        "text.length": 4,
+        "text.max_new": 4,
     }
     options = [part for option, value in given.items() for part in (f"--{option}", str(value))]
     done = subprocess.run(

@@ -17,14 +17,14 @@ from training import schedules
 from training.errors import BadInput
 from training.module import VARIANT, LanguageModule
 from training.optimisers import decay_groups
-from training.windows import IGNORED, Batch
+from training.windows import IGNORE_INDEX, Batch
 
 pytestmark = pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
 UNTOLD = LanguageModelConfig(VARIANT, 1)
 
 
-def test_the_papers_schedule() -> None:
-    rates = [2.0 * schedules.paper(t, warmup=400, dim=64) for t in range(2000)]
+def test_the_noam_schedule() -> None:
+    rates = [2.0 * schedules.noam(t, warmup=400, dim=64) for t in range(2000)]
     peak = rates.index(max(rates))
     assert peak == 399
     assert rates[peak] == pytest.approx(2.0 / 8.0 / 20.0)
@@ -91,7 +91,7 @@ def test_padding_counts_for_nothing(tmp_path: Path) -> None:
     model.eval()
     inputs = torch.randint(8, (2, 10))
     targets = torch.randint(8, (2, 10))
-    targets[1, 6:] = IGNORED
+    targets[1, 6:] = IGNORE_INDEX
     batch = Batch(inputs, targets, torch.tensor(16.0))
     logits = model(inputs)
     expected = F.cross_entropy(logits[0], targets[0], reduction="sum")
@@ -112,7 +112,7 @@ def test_validation_is_the_mean_over_symbols(tmp_path: Path) -> None:
     with torch.no_grad():
         for batch in corpus.val_dataloader():
             total += model.nats(batch).item()
-            count += int((batch.targets != IGNORED).sum())
+            count += int((batch.targets != IGNORE_INDEX).sum())
     assert count == len(corpus.texts["valid"]) - 1
     assert metrics["val/nats"] == pytest.approx(total / count, rel=1e-6)
     assert metrics["val/bits"] == pytest.approx(total / count / math.log(2.0), rel=1e-6)

@@ -83,7 +83,7 @@ def test_monitors_leave_training_alone(tmp_path: Path) -> None:
     monitors = [
         CertificateMonitor(**CERTIFICATE),
         InversionMonitor(),
-        TextSample(length=9),
+        TextSample(max_new=9),
         Throughput(),
     ]
     _, model = watched(tmp_path, [watching, *monitors], dropout=0.2)
@@ -93,7 +93,7 @@ def test_monitors_leave_training_alone(tmp_path: Path) -> None:
 
 def test_text_is_written_each_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_corpus(tmp_path)
-    text = TextSample(prompt="to be", length=12, temperature=0.0)
+    text = TextSample(prompt="to be", max_new=12, temperature=0.0)
     watched(tmp_path, [text])
     out = capsys.readouterr().out
     assert [f"--- step {step} ---" in out for step in (2, 4)] == [True] * 2
@@ -103,7 +103,7 @@ def test_text_is_written_each_time(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_text_stays_inside_a_limited_length(tmp_path: Path) -> None:
     write_corpus(tmp_path)
-    text = TextSample(length=500)
+    text = TextSample(max_new=500)
     watched(tmp_path, [text], variant="dot_product", positions="sinusoidal")
     assert len(text.text) == 16
 

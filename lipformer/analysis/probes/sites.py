@@ -14,7 +14,7 @@ from lipformer.analysis.maps import (
     Heads,
     attention_maps,
     split_heads,
-    thirds,
+    split_qkv_bias,
     torch_heads,
 )
 from lipformer.functional.attention.maps import AttentionMaps
@@ -102,7 +102,7 @@ def heads_of(site: Site) -> Heads | AttentionMaps:
         if hasattr(module, "q_attn"):
             raise ValueError(f"{site.name} is cross-attention")
         weight, bias = _linear(module.c_attn)
-        biases = thirds(bias)
+        biases = split_qkv_bias(bias)
         out, heads = _linear(module.c_proj), module.num_heads
         return split_heads([*weight.chunk(3, -1)], biases, heads, *out, _scale(module), True)
     named = ("query", "key", "value") if kind == "bert" else ("q_lin", "k_lin", "v_lin")

@@ -1,6 +1,7 @@
-"""The log-determinant from the dense Jacobian: for tests and small events.
+"""Exact log-determinants: from the dense Jacobian, and token by token for causal branches.
 
-The exact log-determinant of causal and token-wise branches, token by token.
+The dense one serves every branch on small events; causal and token-wise branches need the diagonal
+blocks alone (docs/theory, section 6).
 """
 
 from __future__ import annotations

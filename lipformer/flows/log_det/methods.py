@@ -21,7 +21,6 @@ from lipformer.flows.log_det.series import (
     all_terms,
     default_terms,
     roulette_terms,
-    round_up,
     signs,
     token_ramp,
     truncation_error,
@@ -34,6 +33,7 @@ from lipformer.flows.masked_branch import (
     masked_branch,
     refuse_dropout,
 )
+from lipformer.functional.rounding import round_up
 from lipformer.layers import Contractive, layout
 
 METHODS = ("exact", "causal", "series", "roulette")

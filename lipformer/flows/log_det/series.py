@@ -1,13 +1,10 @@
-r"""Power series of the log-determinant with Hutchinson's probes, and its memory-saving gradient.
+r"""The log-determinant as a power series with Hutchinson's probes, truncated or by Russian roulette.
 
 .. math:: \log\det(I + J) = \sum_{k \ge 1} \frac{(-1)^{k+1}}{k} \mathrm{tr}(J^k)
 
-Source: docs/theory, section 6.
-
-Russian roulette: a random number of terms whose weights make the series unbiased.
-
-Source: docs/theory, section 6. The settings of Chen, Behrmann, Duvenaud, Jacobsen 2019 (two exact
-terms, then geometric) with the parameter tied to the certified rate.
+Roulette takes a random number of terms whose weights make the series unbiased, with the settings of
+Chen, Behrmann, Duvenaud, Jacobsen 2019 (two exact terms, then geometric) and the parameter tied to the
+certified rate. The gradient takes the memory of one backward pass. Source: docs/theory, section 6.
 """
 
 from __future__ import annotations
@@ -21,6 +18,9 @@ from torch import Tensor
 
 from lipformer.functional.pullback import pull
 from lipformer.functional.rounding import enlarge
+
+# Terms that roulette always takes.
+EXACT_TERMS = 2
 
 
 def truncation_error(rate: float, terms: int) -> float:
@@ -144,15 +144,6 @@ def _inner(a: Tensor, b: Tensor) -> Tensor:
     """<a, b> of each sample, (B, T, D) -> (B,), summed in at least float32."""
     wide = torch.promote_types(a.dtype, torch.float32)
     return (a.to(wide) * b.to(wide)).sum(dim=(-2, -1))
-
-
-def round_up(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """``value`` in another dtype, the next number up."""
-    cast = value.to(dtype)
-    return torch.nextafter(cast, torch.full_like(cast, math.inf)).where(cast > 0, cast)
-
-
-EXACT_TERMS = 2
 
 
 def continuation(rate: float) -> float:

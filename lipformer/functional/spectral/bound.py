@@ -46,21 +46,8 @@ def verified_square(gram: Tensor, shift: Tensor, k: int) -> Tensor:
     """Upper bound of ||A||^2 from the computed Gram matrix: shift if a factorisation confirms it.
 
     If the Cholesky factorisation of M = shift I - gram runs to completion, then
-    lambda = ||A||^2 <= shift (1 + eta), eta = gram_margin(k, n). Proof, with u, gamma of float64:
-    1. |gram - A^T A| <= gamma_k |A|^T |A| entry by entry, in norm at most gamma_k ||A||_F^2
-       <= n gamma_k lambda. Only one triangle is read, and its mirror image obeys the same bound.
-    2. The diagonal of M is rounded: at most u shift, since a completed factorisation has
-       0 < m_ii <= shift.
-    3. Completed, R^T R = M + E with |e_ij| <= g sqrt(m_ii m_jj), g = gamma_(n+1)/(1 - gamma_(n+1))
-       (Demmel 1989; Higham, Accuracy and Stability, Theorem 10.5; Rump, Verification of positive
-       definiteness, 2006). So ||E|| <= g sum_i m_ii <= g n shift, and M >= -g n shift.
-    4. Together lambda <= shift (1 + u + g n) + n gamma_k lambda, so lambda <= shift (1 + eta / 4).
-       Underflow is far below that: the largest entry of A is at least 2^-52.
-
-    Where it fails, lambda <= min(||G||_F, ||G||_inf) (1 + eta), looser and always true. The two are
-    at most ||A||_F^2 and ||A||_1 ||A||_inf, so the better known bounds would add nothing. Step 1's
-    n gamma_k lambda holds for a row sum too, as the columns of A are no longer than sqrt(lambda),
-    and the sums of at most n^2 terms are exact to n^2 u: eta covers both.
+    lambda = ||A||^2 <= shift (1 + eta), eta = gram_margin(k, n). Where it fails,
+    lambda <= min(||G||_F, ||G||_inf) (1 + eta), looser and always true. Proofs: docs/theory, section 4.
 
     Args:
         gram: A^T A as computed, (*, n, n), float64; overwritten.
