@@ -8,7 +8,9 @@ from typing import NamedTuple
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from lipformer.certificate import Ask
 from lipformer.certificate.torch_rules import mixed_axes, parts_of
+from lipformer.layers.per_head import per_head
 
 
 class Call(NamedTuple):
@@ -41,13 +43,16 @@ def call_branch(
 ) -> Tensor:
     """Runs a branch on x: the first element of a tuple, with what a :class:`Call` holds passed on.
 
-    The mask and the factors go to every module whose forward takes them, also inside nn.Sequential;
-    token-wise layers do not need them. Attention weights are not asked for.
+    The mask goes to every module whose forward takes it, the factors to every layer that can be divided
+    head by head, also inside nn.Sequential. Attention weights are not asked for.
     """
     if type(module).forward is nn.Sequential.forward:
         for part in parts_of(module).values():
             x = call_branch(part, x, key_padding_mask, head_scale)
         return x
+    rule = None if head_scale is None else per_head.find(module, Ask("l2").refuse)
+    if rule is not None:
+        return rule.forward(module, x, head_scale, key_padding_mask)
     accepted = _accepts(type(module))
     options: dict[str, object] = {}
     if key_padding_mask is not None:
@@ -55,8 +60,6 @@ def call_branch(
         for name in ("key_padding_mask", "src_key_padding_mask"):
             if name in accepted:
                 options[name] = key_padding_mask
-    if head_scale is not None and "head_scale" in accepted:
-        options["head_scale"] = head_scale
     if "need_weights" in accepted:
         options["need_weights"] = False
     out = module(x, **options)

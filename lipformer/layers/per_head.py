@@ -1,8 +1,7 @@
 """Layers that can be divided head by head, each head by its own gain.
 
 A head of short range has a small gain and need hardly be shrunk; one factor for all would shrink it as
-much as the others (docs/theory, section 2). Such a layer's forward takes ``head_scale``, a factor for
-each head.
+much as the others (docs/theory, section 2).
 """
 
 from __future__ import annotations
@@ -24,12 +23,14 @@ class PerHead(NamedTuple):
         matrices: (layer, norms) -> the matrices (*, m, n) whose spectral norms ``divisors`` needs.
         divisors: (layer, asks, bounds of those norms) -> (H,) for each ask: what its heads are divided
             by to give the layer constant 1.
+        forward: (layer, x, factors of the heads (H,), key_padding_mask) -> the output.
         bound: (layer, ask, head_scale) -> the constant of the layer with these factors.
         bake: (layer, head_scale) -> the layer with plain weights, the factors among them.
     """
 
     matrices: Callable[..., list[Tensor]]
     divisors: Callable[..., list[Tensor]]
+    forward: Callable[..., Tensor]
     bound: Callable[..., Tensor]
     bake: Callable[..., nn.Module]
 

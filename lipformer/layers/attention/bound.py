@@ -298,7 +298,13 @@ def bake_attention(
 
 
 per_head.register(L2MultiheadAttention)(
-    PerHead(head_matrices, contractive_head_bounds, attention_bound, bake_attention)
+    PerHead(
+        matrices=head_matrices,
+        divisors=contractive_head_bounds,
+        forward=L2MultiheadAttention.scaled,
+        bound=attention_bound,
+        bake=bake_attention,
+    )
 )
 
 

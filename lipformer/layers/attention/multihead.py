@@ -253,8 +253,6 @@ class L2MultiheadAttention(Layer):
         attn_mask: Tensor | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
-        *,
-        head_scale: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Self-attention; arguments and results as in nn.MultiheadAttention.
 
@@ -268,7 +266,6 @@ class L2MultiheadAttention(Layer):
             attn_mask: see causal and any_mask.
             average_attn_weights: average the weights over the heads.
             is_causal: mask later keys; with attn_mask the hint that it is the causal mask.
-            head_scale: factors :math:`s_h` (H,), of which the bias gets the mean: what Contractive runs.
 
         Returns:
             The output, of query's shape, and the weights (B, N, N), (B, H, N, N) if not averaged,
@@ -293,7 +290,7 @@ class L2MultiheadAttention(Layer):
             dtype=x.dtype,
         )
         keys = self._keys(x, 0)
-        out = self._output(self._attend(keys.y, mask, padding), keys, head_scale)
+        out = self._output(self._attend(keys.y, mask, padding), keys)
         weights: Tensor | None = None
         if need_weights:
             weights = l2_attention_weights(
@@ -309,6 +306,19 @@ class L2MultiheadAttention(Layer):
             weights = weights.squeeze(0) if query.ndim == 2 else weights
         return layout.unbatched(out, query, self.batch_first), weights
 
+    def scaled(self, x: Tensor, head_scale: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+        r""":math:`\sum_h s_h P_h Y_h M_h + \bar s b`: what Contractive runs.
+
+        Args:
+            x: as query in forward.
+            head_scale: :math:`s_h` (H,), of which the bias gets the mean.
+            key_padding_mask: as in forward.
+        """
+        rows, padding = self._batched(x, key_padding_mask)
+        keys = self._keys(rows, 0)
+        heads = self._attend(keys.y, masks.Mask(bool(self.causal), None), padding)
+        return layout.unbatched(self._output(heads, keys, head_scale), x, self.batch_first)
+
     def step(
         self,
         x: Tensor,
@@ -323,7 +333,7 @@ class L2MultiheadAttention(Layer):
             x: new tokens (B, T, D), or (T, B, D) unless batch_first.
             cache: what the step before returned, None at the first.
             key_padding_mask: (B, T) of the new tokens.
-            head_scale: as in forward.
+            head_scale: as in :meth:`scaled`.
 
         Returns:
             The rows of the new tokens, as the full pass would give them, and the new cache.
