@@ -15,7 +15,7 @@ BUDGET = {
     "l2": 857,
     "contractive": 1131,
     "contractive_kim2021": 1440,
-    "invertible": 1477,
+    "invertible": 1462,
     "lipschitz": 1497,
 }
 
