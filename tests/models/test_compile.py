@@ -11,6 +11,9 @@ from torch._dynamo.utils import counters
 
 import lipformer as lf
 
+# What inductor imports on its first use is compiled with torch.jit.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
+
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
