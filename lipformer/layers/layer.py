@@ -22,7 +22,8 @@ def register_bake(module_class: type[nn.Module]) -> Callable[[_B], _B]:
     """Decorator: how a class is baked.
 
     The rule gets a module, a copy that it may change, and returns one with plain weights and the same
-    outputs. Classes without a rule stay, and their parts are baked.
+    outputs. A module in two places of a model may come to it again, baked. Classes without a rule stay,
+    and their parts are baked.
     """
     return _rules.register(module_class)
 

@@ -1,4 +1,4 @@
-"""A module times a fixed number, and a module without the rest of its tuple: what baking leaves."""
+"""A module times a fixed number, and a module without the rest of its tuple."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ def _(module: FirstOutput, x: Tensor, tangents: Tensor, call: Call) -> tuple[Ten
 
 
 class Scaled(Layer):
-    """A module times a fixed number: what a baked Contractive becomes.
+    """A module times a fixed number: the head of "lipschitz" models, and a baked Contractive.
 
     Args:
         module: any module.
-        factor: the number, a tensor that broadcasts.
+        factor: the number, a scalar tensor.
     """
 
     factor: Tensor
@@ -75,7 +75,7 @@ class Scaled(Layer):
         factor, module = self.factor, self.module
         hooked = module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__
         plain = type(module).forward is nn.Linear.forward and not hooked
-        if isinstance(module, nn.Linear) and plain and factor.ndim == 0:
+        if isinstance(module, nn.Linear) and plain:
             # A power of two goes into the weight, which is exact: a large factor behind the product
             # would multiply the gradients that float16-mixed training holds in float16.
             mantissa = torch.frexp(factor).mantissa
@@ -91,7 +91,7 @@ class Scaled(Layer):
 @register_bound(Scaled)
 def _(module: Scaled, ask: Ask) -> Bound:
     inner = ask.child(module.module, "module")
-    factor = module.factor.double().abs().max() * ROUND_UP**2
+    factor = module.factor.double().abs() * ROUND_UP**2
     return Bound(inner.value * factor, "fixed factor", (inner,))
 
 

@@ -40,7 +40,7 @@ _KIM2021: dict[str, Any] = {"norm_place": "post", "value_proj": True, "norm": "l
 class LanguageModelConfig(ModelConfig):
     """The whole description of a :class:`LanguageModel`.
 
-    None, of positions "auto", stands for the best known value of the variant, and is replaced by it.
+    None, of positions "auto", stands for the variant's default, and is replaced by it.
     Options that a variant does not have stay None; giving them is an error.
 
     Attributes:
@@ -54,7 +54,7 @@ class LanguageModelConfig(ModelConfig):
             certificate holds at any length: max_len is then only the length of training blocks.
         dropout: of attention weights and hidden features, in training.
         positions: "alibi", "rotary", "sinusoidal" (added to the embedding) or None for none; "auto", the
-            default, is the variant's best.
+            default, is ALiBi.
         slopes: ALiBi slopes, one per head; default 1/4 to 1/256 for dot_product and l2_untied, 1/2 to
             1/16 where query and key are tied.
         token_shift: a :class:`lipformer.TokenShift` before each attention: half of the features are

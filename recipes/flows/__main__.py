@@ -8,24 +8,17 @@ Without --config: the moons. Any setting can be given on the command line, for e
 
 from __future__ import annotations
 
-import shlex
 import sys
 
 from lightning.pytorch.cli import LightningArgumentParser
 
-from recipes.cli import RecipeCLI
+from recipes.cli import RecipeCLI, run_recipe
 from recipes.flows.data import PointSets
 from recipes.flows.module import FlowModule
 from recipes.flows.report import Report
-from recipes.output import exit_code
 
 TRAINER = {"max_epochs": 1000, "max_steps": 600, "val_check_interval": 100}
 MODEL = {"num_heads": 2, "width": 16, "hidden": [64, 64], "feed_forwards": 2, "log_det": "exact"}
-
-
-def directory(out: str | None, name: str) -> str:
-    """Where a run leaves everything."""
-    return out or f"report/flows/{name}"
 
 
 class FlowCLI(RecipeCLI):
@@ -35,28 +28,18 @@ class FlowCLI(RecipeCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Adds --out and --report.*, and says what follows from what."""
-        parser.add_argument(
-            "--out",
-            type=str | None,
-            default=None,
-            help="of all output (default: report/flows/<name>)",
-        )
-        parser.add_lightning_class_args(Report, "report")
+        self.add_output(parser, Report, "report/flows/{}", "data.name")
         parser.link_arguments("data.points", "model.points")
         parser.set_defaults({f"model.{name}": value for name, value in MODEL.items()})
-        for target in ("trainer.default_root_dir", "report.directory"):
-            parser.link_arguments(("out", "data.name"), target, compute_fn=directory)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    Report.command = shlex.join(["python", "-m", "recipes.flows", *arguments])
 
-    def run() -> None:
-        FlowCLI(FlowModule, PointSets, args=arguments, trainer_defaults=TRAINER)
+    def run(given: list[str]) -> None:
+        FlowCLI(FlowModule, PointSets, args=given, trainer_defaults=TRAINER)
 
-    return exit_code(run)
+    return run_recipe("recipes.flows", run, arguments)
 
 
 if __name__ == "__main__":

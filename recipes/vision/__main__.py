@@ -8,15 +8,13 @@ Without --config: the digits with L2 attention. Any setting can be given on the 
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch.cli import LightningArgumentParser
 
-from recipes.cli import RecipeCLI
-from recipes.output import exit_code
+from recipes.cli import RecipeCLI, run_recipe
 from recipes.vision.data import DATASETS, ImageData
 from recipes.vision.module import VisionModule
 from recipes.vision.report import Report
@@ -29,11 +27,6 @@ TRAINER = {
 }
 # What is trained on the digits if nothing is said.
 DIGITS = {"variant": "l2", "patch_size": 2, "dim": 32}
-
-
-def directory(out: str | None, name: str, variant: str) -> str:
-    """Where a run leaves everything."""
-    return out or f"report/vision/{name}_{variant}"
 
 
 def _of_data(entry: str) -> Callable[[str], Any]:
@@ -53,31 +46,19 @@ class VisionCLI(RecipeCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Adds --out and --report.*, and says what follows from what."""
-        parser.add_argument(
-            "--out",
-            type=str | None,
-            default=None,
-            help="of all output (default: report/vision/<name>_<variant>)",
-        )
-        parser.add_lightning_class_args(Report, "report")
+        self.add_output(parser, Report, "report/vision/{}_{}", "data.name", "model.config.variant")
         for entry in ("image_size", "channels", "num_classes", "mean", "std"):
             parser.link_arguments("data.name", f"model.config.{entry}", compute_fn=_of_data(entry))
         parser.set_defaults({f"model.config.{name}": value for name, value in DIGITS.items()})
-        for target in ("trainer.default_root_dir", "report.directory"):
-            parser.link_arguments(
-                ("out", "data.name", "model.config.variant"), target, compute_fn=directory
-            )
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    Report.command = shlex.join(["python", "-m", "recipes.vision", *arguments])
 
-    def run() -> None:
-        VisionCLI(VisionModule, ImageData, args=arguments, trainer_defaults=TRAINER)
+    def run(given: list[str]) -> None:
+        VisionCLI(VisionModule, ImageData, args=given, trainer_defaults=TRAINER)
 
-    return exit_code(run)
+    return run_recipe("recipes.vision", run, arguments)
 
 
 if __name__ == "__main__":

@@ -50,6 +50,8 @@ def test_the_baked_layer_is_the_layer(echo: Any) -> None:
     baked = lf.bake(nn.Sequential(echo))
     assert not list(baked.parameters())
     assert torch.equal(baked(x), echo(x))
+    shared = nn.Sequential(echo, lf.Contractive(echo, 0.9), lf.Contractive(echo, 0.3))
+    torch.testing.assert_close(lf.bake(shared)(x), shared(x))
 
 
 def test_its_causal_log_determinant_is_exact(echo: Any) -> None:

@@ -29,7 +29,7 @@ def norm_bound(matrix: Tensor) -> Tensor:
     gram = gram_matrix(a)
     margin = gram_margin(k, n)
     guess = torch.linalg.eigvalsh(gram)[..., -1].clamp_min(0.0) * (1.0 + margin)
-    bound = verified_square(gram, guess + torch.finfo(torch.float64).tiny, k).sqrt() * (1.0 + margin)
+    bound = verified_square(gram, guess + torch.finfo(torch.float64).tiny).sqrt() * (1.0 + margin)
     return restore(bound, scale, top, torch.float64)
 
 

@@ -42,17 +42,16 @@ def _squares(n: int, device: torch.device) -> bool:
     return n <= (_SQUARED_ON_CPU if device.type == "cpu" else _SQUARED)
 
 
-def verified_square(gram: Tensor, shift: Tensor, k: int) -> Tensor:
+def verified_square(gram: Tensor, shift: Tensor) -> Tensor:
     """Upper bound of ||A||^2 from the computed Gram matrix: shift if a factorisation confirms it.
 
     If the Cholesky factorisation of M = shift I - gram runs to completion, then
-    lambda = ||A||^2 <= shift (1 + eta), eta = gram_margin(k, n). Where it fails,
+    lambda = ||A||^2 <= shift (1 + eta), eta = gram_margin(k, n) for k rows of A. Where it fails,
     lambda <= min(||G||_F, ||G||_inf) (1 + eta), looser and always true. Proofs: docs/theory, section 4.
 
     Args:
         gram: A^T A as computed, (*, n, n), float64; overwritten.
         shift: candidate for lambda, (*,), float64.
-        k: number of rows of A.
 
     Returns:
         (*,) float64, to be multiplied by 1 + eta: shift or the looser bound.
@@ -100,7 +99,7 @@ def _value(weight: Tensor, method: str) -> tuple[Tensor, ...]:
     v = torch.nn.functional.normalize(v, dim=-2)
     image = a @ v
     length = torch.linalg.vector_norm(image, dim=(-2, -1))
-    square = verified_square(gram, (length * (1.0 + enlargement)).square(), k)
+    square = verified_square(gram, (length * (1.0 + enlargement)).square())
     bound = square.sqrt() * (1.0 + gram_margin(k, n))
     u = torch.nn.functional.normalize(image, dim=-2)
     ratio = torch.where(length > 0, bound / length, torch.zeros_like(bound))
