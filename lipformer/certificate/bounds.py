@@ -52,7 +52,6 @@ class Ask:
             on a device are not read, what was checked when the module was built is not checked again.
         known: weights and their spectral norms, given beforehand or found while answering, so that each
             is computed once for all norms; None to remember nothing.
-        instead: a module, and the rule that answers for it instead of its class's.
     """
 
     norm: str
@@ -61,7 +60,6 @@ class Ask:
     kind: str = ""
     in_forward: bool = False
     known: list[tuple[Tensor, Tensor]] | None = None
-    instead: tuple[nn.Module, Callable[[Ask], float | Tensor]] | None = None
 
     def spectral_norm(self, weight: Tensor) -> Tensor:
         """An upper bound of the spectral norm of ``weight`` (m, n), a float64 scalar."""
@@ -121,15 +119,12 @@ def register_bound(module_class: type[nn.Module]) -> Callable[[_R], _R]:
 def bound_of(module: nn.Module, ask: Ask) -> Bound:
     """The bound of a module by its class's rule, composed but not yet rounded to a float."""
     ask = replace(ask, kind=kind_of(module))
-    found: Bound | float | Tensor
-    if ask.instead is not None and module is ask.instead[0]:
-        found = ask.instead[1](ask)
-    else:
-        found = bound_rules.of(module, ask.refuse)(module, ask)
+    found = bound_rules.of(module, ask.refuse)(module, ask)
     bound = found if isinstance(found, Bound) else Bound(found)
     _check_value(bound.value, ask.kind)
-    value = bound.value.double() if isinstance(bound.value, Tensor) else float(bound.value)
-    return replace(bound, value=value, path=ask.path, kind=ask.kind)
+    value = bound.value.double().reshape(()) if isinstance(bound.value, Tensor) else float(bound.value)
+    keeps_tokens = bound.keeps_tokens and all(part.keeps_tokens for part in bound.parts)
+    return replace(bound, value=value, path=ask.path, kind=ask.kind, keeps_tokens=keeps_tokens)
 
 
 def _check_value(value: object, kind: str) -> None:

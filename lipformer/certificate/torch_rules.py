@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -64,13 +65,19 @@ def sequential_bound(module: nn.Sequential, ask: Ask) -> Bound:
     mixed = None if ask.in_forward or tracing() else mixed_axes(module)
     if mixed is not None:
         raise ask.refuse(mixed, "attention with batch_first=True")
+    return in_turn(
+        (partial(Ask.child, module=child, name=name) for name, child in parts_of(module).items()), ask
+    )
+
+
+def in_turn(rules: Iterable[Callable[[Ask], Bound]], ask: Ask) -> Bound:
+    """The product of the bounds of what runs in turn: behind a change of tokens no length is known."""
     parts = []
-    for name, child in parts_of(module).items():
-        part = ask.child(child, name)
-        parts.append(part)
-        if not part.keeps_tokens:
+    for rule in rules:
+        parts.append(rule(ask))
+        if not parts[-1].keeps_tokens:
             ask = replace(ask, seq_len=None)
-    return times(*parts)
+    return replace(times(*parts), keeps_tokens=all(part.keeps_tokens for part in parts))
 
 
 def chain(module: nn.Module, ask: Ask) -> list[nn.Module]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from lipformer.certificate import Ask, Bound, NotCertifiable, register_bound
 from lipformer.certificate.bounds import bound_of, check_seq_len
 from lipformer.certificate.rules import kind_of
+from lipformer.certificate.torch_rules import mixed_axes
 from lipformer.functional.norms import check_norm
 from lipformer.functional.spectral.bound import spectral_norm_bounds
 from lipformer.layers.branch import Call, call_branch, one_layout
@@ -19,7 +21,7 @@ from lipformer.layers.decoding import Cache, register_step, step_module
 from lipformer.layers.freezing import Freezable
 from lipformer.layers.layer import bake_in_place, register_bake
 from lipformer.layers.own_token import push_own, register_own_token
-from lipformer.layers.per_head import PerHead, divided_part, per_head
+from lipformer.layers.per_head import PerHead, chain_bound, divided_part, per_head, replace_part
 from lipformer.layers.scaled import FirstOutput, Scaled, round_down
 from lipformer.layers.spectral import rounding_margin
 
@@ -170,8 +172,7 @@ class Contractive(Freezable):
             bounds: list[Tensor | float] = [1.0] * len(asks)
         else:
             layer, rule = divided
-            one = (layer, lambda ask: 1.0)
-            rests = [bound_of(self.module, replace(ask, instead=one)).value for ask in asks]
+            rests = [chain_bound(self.module, ask, layer, lambda ask: 1.0).value for ask in asks]
             bounds = list(rule.divisors(layer, asks, norms))
         options = []
         for rest, bound in zip(rests, bounds, strict=True):
@@ -240,27 +241,33 @@ def _(module: Contractive, ask: Ask) -> Bound:
     scales = torch.stack(options).index_select(0, choice).squeeze(0)
     name = module.norms[int(choice)] if ask.readable(choice) else " or ".join(module.norms)
     divided = module._divided()
-    value: float | Tensor
     if divided is None:
-        value = bound_of(module.module, inner).value * scales.amax()
+        whole = bound_of(module.module, inner)
+        value = whole.value * scales.amax()
     else:
         layer, rule = divided
-        scaled = (layer, lambda ask: rule.bound(layer, ask, scales))
-        value = bound_of(module.module, replace(inner, instead=scaled)).value
+        mixed = None if ask.in_forward else mixed_axes(module.module)
+        if mixed is not None:
+            raise ask.refuse(mixed, "attention with batch_first=True")
+        whole = chain_bound(module.module, inner, layer, lambda ask: rule.bound(layer, ask, scales))
+        value = torch.as_tensor(whole.value)
     if ask.norm in module.norms:
         # In the norm that it was divided by, the constant is known without a second bound.
         chosen = (choice == module.norms.index(ask.norm)).squeeze(0)
         value = torch.where(chosen, module.coeff, value)
-    return Bound(value, f"divided by its {name} bound")
+    return Bound(value, f"divided by its {name} bound", keeps_tokens=whole.keeps_tokens)
 
 
 @register_bake(Contractive)
 def _(module: Contractive) -> nn.Module:
+    # A copy: what others share with it must not get its factors.
+    module = copy.deepcopy(module)
     scales, divided = module.scales(), module._divided()
     if divided is None:
         return Scaled(bake_in_place(module.module), scales)
     layer, rule = divided
-    return FirstOutput(bake_in_place(module.module, {layer: rule.bake(layer, scales)}))
+    baked = rule.bake(layer, scales)
+    return FirstOutput(bake_in_place(replace_part(module.module, layer, baked), {baked: baked}))
 
 
 @register_step(Contractive)

@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from lipformer.certificate import Ask
+from lipformer.certificate import Ask, Bound
+from lipformer.certificate.bounds import bound_of
 from lipformer.certificate.rules import Rules
-from lipformer.certificate.torch_rules import chain
+from lipformer.certificate.torch_rules import chain, in_turn, parts_of
 
 
 class PerHead(NamedTuple):
@@ -40,5 +41,30 @@ per_head: Rules[PerHead] = Rules("gain for each head", "lipformer.layers.per_hea
 
 def divided_part(module: nn.Module, ask: Ask) -> tuple[nn.Module, PerHead] | None:
     """The part of a chain that can be divided head by head, if there is one and no other like it."""
-    found = [(part, rule) for part in chain(module, ask) if (rule := per_head.find(part, ask.refuse))]
-    return found[0] if len(found) == 1 else None
+    parts = chain(module, ask)
+    found = [(part, rule) for part in parts if (rule := per_head.find(part, ask.refuse))]
+    # A Sequential with a bound of its own is no chain, but would pass factors on to what is in it.
+    hidden = any(type(part).forward is nn.Sequential.forward for part in parts)
+    return found[0] if len(found) == 1 and not hidden else None
+
+
+def chain_bound(
+    module: nn.Module, ask: Ask, layer: nn.Module, answer: Callable[[Ask], float | Tensor]
+) -> Bound:
+    """The bound of a chain with ``answer(ask)`` for that of one of its parts."""
+
+    def rule(part: nn.Module) -> Callable[[Ask], Bound]:
+        # By its place in the chain alone: a second use inside another part has the layer's own bound.
+        return lambda ask: Bound(answer(ask)) if part is layer else bound_of(part, ask)
+
+    return in_turn(map(rule, chain(module, ask)), ask)
+
+
+def replace_part(module: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:
+    """A chain with another module in the place of one of its parts; changes its Sequentials."""
+    if module is old:
+        return new
+    if type(module).forward is nn.Sequential.forward:
+        for name, part in parts_of(module).items():
+            module._modules[name] = replace_part(part, old, new)
+    return module

@@ -269,3 +269,12 @@ def test_channels_that_become_tokens() -> None:
     attention = lf.L2MultiheadAttention(4, 1, batch_first=True, value_proj=False)
     with pytest.raises(lf.NotCertifiable, match="grows with the number of tokens"):
         lf.certify(nn.Sequential(nn.Conv1d(2, 97, 1), attention), seq_len=2)
+
+
+def test_tokens_made_inside_an_inner_sequence_are_counted() -> None:
+    """Behind the reshape the attention sees 16 tokens, whatever number the question is about."""
+    attention = lf.L2MultiheadAttention(2, 1, batch_first=True)
+    inner = nn.Sequential(nn.Flatten(1), nn.Unflatten(1, (16, 2)))
+    for reshape in (inner, nn.Sequential(inner), lf.Contractive(inner)):
+        with pytest.raises(lf.NotCertifiable, match="number of tokens"):
+            lf.certify(nn.Sequential(reshape, attention), seq_len=2)

@@ -225,3 +225,14 @@ def test_weights_are_derived_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rates_that_are_no_contraction_are_refused(rate: float) -> None:
     with pytest.raises(ValueError, match=f"rate must be a certified constant in .*{rate}"):
         log_det(nn.Linear(4, 4), torch.randn(2, 3, 4), "series", rate)
+
+
+def test_second_derivatives_in_eval_mode_are_those_of_training() -> None:
+    block = lf.InvertibleResidual(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), 0.9).double()
+    x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
+    found = []
+    for mode in (True, False):
+        y, value = block.train(mode).forward_and_log_det(x, method="exact")
+        (first,) = torch.autograd.grad(value.sum() - y.square().sum(), x, create_graph=True)
+        found.append(torch.autograd.grad(first.square().sum(), [x, *block.parameters()]))
+    torch.testing.assert_close(found[0], found[1])

@@ -14,6 +14,7 @@ import lipformer as lf
 from lipformer.functional import l2_gain, spectral_norm_bound
 from lipformer.functional.spectral import bound as _spectral
 from tests.layers.battery import error, scrambled
+from tests.oracles import dense_jacobian
 
 D, H, N = 8, 2, 5
 
@@ -297,3 +298,49 @@ def test_tokens_that_a_part_makes_are_counted() -> None:
     attention = lf.L2MultiheadAttention(4, 2, batch_first=True, max_len=64)
     layer = lf.Contractive(nn.Sequential(nn.Unflatten(1, (-1, 4)), attention), norm="linf")
     assert lf.certify(layer, seq_len=1).bound == lf.certify(layer).bound
+
+
+def test_a_rule_may_return_a_vector_of_one() -> None:
+    class Stretch(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain = nn.Parameter(torch.full((1,), 7.0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.gain
+
+    lf.register_bound(Stretch)(lambda module, ask: module.gain.abs())
+    x = torch.ones(1, 1, 1)
+    assert lf.Contractive(Stretch(), 0.9, norm="l2")(x).item() <= 0.9
+
+
+class Sub(nn.Sequential):
+    """A sequence with a rule of its own."""
+
+
+@lf.register_bound(Sub)
+def _(module: Sub, ask: lf.certificate.Ask) -> lf.certificate.Bound:
+    return lf.certificate.times(*(ask.child(part, str(i)) for i, part in enumerate(module)))
+
+
+def shared_chains() -> dict[str, nn.Module]:
+    first, second = (lf.L2MultiheadAttention(4, 2, batch_first=True, max_len=4) for _ in range(2))
+    with torch.no_grad():
+        first.out_proj.weight.mul_(20)
+        second.out_proj.weight.mul_(0.01)
+    chain = nn.Sequential(nn.Linear(4, 4), first)
+    return {
+        "used again inside": lf.Contractive(nn.Sequential(first, lf.Residual(first)), norm="l2"),
+        "beside a sequence of its own": lf.Contractive(nn.Sequential(Sub(first), second), norm="l2"),
+        "shared": nn.Sequential(lf.Contractive(chain, 0.9), lf.Contractive(chain, 0.3), chain[0]),
+    }
+
+
+@pytest.mark.parametrize("name", shared_chains())
+def test_a_chain_that_shares_its_attention(name: str) -> None:
+    """Factors reach the attention at its place in the chain, and no other use of it."""
+    module = shared_chains()[name].double().eval()
+    x = torch.randn(1, 4, 4, dtype=torch.float64)
+    jacobian = dense_jacobian(module, x)
+    assert torch.linalg.matrix_norm(jacobian, 2) <= lf.certify(module).bound
+    torch.testing.assert_close(lf.bake(module)(x), module(x))

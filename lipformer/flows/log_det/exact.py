@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from lipformer.flows.masked_branch import derivatives, masked_branch
 from lipformer.functional.pullback import pull_all
@@ -82,8 +81,9 @@ class _LazyExact(torch.autograd.Function):
     r""":func:`exact_log_det` of bounded memory: no graph is kept, derivatives are computed if asked for.
 
     A few samples at a time, and in the backward pass a few rows: with :math:`A = I + J`,
-    :math:`d \log|\det A| = \sum_{ij} (A^{-1})_{ji}\, dJ_{ij}`. Differentiable once. The parameters are
-    passed as tensors, by which the backward pass calls the branch again.
+    :math:`d \log|\det A| = \sum_{ij} (A^{-1})_{ji}\, dJ_{ij}`. Where the gradient
+    is to be differentiated again, it is that of :func:`exact_log_det`, with its memory. The parameters
+    are passed as tensors, by which the backward pass calls the branch again.
     """
 
     @staticmethod
@@ -106,10 +106,18 @@ class _LazyExact(torch.autograd.Function):
         return torch.cat(values)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         named = dict(zip(ctx.names, weights, strict=True))
+        if torch.is_grad_enabled():  # asked for with create_graph=True
+            with derivatives(ctx.branch, x):
+                point = x if x.requires_grad else x.detach().requires_grad_()
+                out = torch.func.functional_call(_Masked(ctx.branch), named, (point, ctx.padding))
+                value = exact_log_det(out, point, create_graph=True)
+                grads = torch.autograd.grad(
+                    value, (point, *weights), grad, create_graph=True, materialize_grads=True
+                )
+            return (None, None, None, *grads)
         total = [torch.zeros_like(x), *map(torch.zeros_like, weights)]
         for part in _parts(x):
             mask = None if ctx.padding is None else ctx.padding[part]

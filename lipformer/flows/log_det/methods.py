@@ -135,7 +135,7 @@ def residual_log_det(
     Returns:
         f(x) (B, T, D), zero at padded tokens, and the :class:`LogDet`, from one evaluation of f
         ("roulette" evaluates the samples that go on longest once more, and "exact" in eval mode all:
-        its gradient takes no memory until it is asked for, and cannot be differentiated again).
+        its gradient takes no memory until it is asked for).
 
     Example:
         >>> import lipformer as lf

@@ -34,11 +34,11 @@ def check_tokens(y: Tensor, name: str = "y", layout: str = "(*, H, N, d)", min_d
 
 
 def check_window(window: int | None, is_causal: bool) -> None:
-    """Raises unless ``window`` is None, or positive together with ``is_causal``."""
-    if window is not None and not (window >= 1 and is_causal):
+    """Raises unless ``window`` is None, or a positive integer together with ``is_causal``."""
+    if window is not None and not (isinstance(window, int) and window >= 1 and is_causal):
         raise ValueError(
-            "window must be None, or at least 1 with is_causal=True (it keeps the latest keys), got "
-            f"window={window}, is_causal={is_causal}"
+            "window must be None, or an integer >= 1 with is_causal=True (it keeps the latest keys): "
+            f"got window={window}, is_causal={is_causal}"
         )
 
 
