@@ -238,6 +238,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "empty": ({"y": torch.randn(2, 0, 2)}, r"at least one token .* \(2, 0, 2\)"),
     "window alone": ({"window": 2}, "with is_causal=True .* got window=2"),
     "window zero": ({"window": 0, "is_causal": True}, "at least 1 .* got window=0"),
+    "window float": ({"window": 2.5, "is_causal": True}, "an integer.* got window=2.5"),
     "slopes alone": ({"slopes": torch.ones(2)}, "slopes .* need is_causal=True"),
     "slopes sign": ({"slopes": -torch.ones(2), "is_causal": True}, r">= 0, .* got tensor\(\[-1"),
     "scale": ({"scale": 0.0}, "scale must be positive, .* got 0.0"),
