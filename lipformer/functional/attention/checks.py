@@ -37,8 +37,8 @@ def check_window(window: int | None, is_causal: bool) -> None:
     """Raises unless ``window`` is None, or a positive integer together with ``is_causal``."""
     if window is not None and not (isinstance(window, int) and window >= 1 and is_causal):
         raise ValueError(
-            "window must be None, or at least 1 (an integer) with is_causal=True: the latest keys it keeps; "
-            f"got window={window}, is_causal={is_causal}"
+            "window must be None, or at least 1 (an integer) with is_causal=True (it keeps the latest "
+            f"keys), got window={window}, is_causal={is_causal}"
         )
 
 
