@@ -157,9 +157,7 @@ class Contractive(Freezable):
     def scales_of(self, matrices: list[Tensor], norms: list[Tensor]) -> Tensor:
         """:meth:`scales` from the bounds of the norms of :meth:`matrices`."""
         options = self._options(matrices, norms)
-        if len(options) == 1:
-            return options[0]
-        return torch.stack(options).index_select(0, self._choice(options)).squeeze(0)
+        return options[0] if len(options) == 1 else _pick(options, self._choice(options))
 
     def _options(self, matrices: list[Tensor], norms: list[Tensor]) -> list[Tensor]:
         """The factors for each of the norms in which the module may be divided, (H,) or scalars."""
@@ -217,6 +215,11 @@ class Contractive(Freezable):
         return f"coeff={self.coeff}, norm={self.norm!r}, seq_len={self.seq_len}"
 
 
+def _pick(options: list[Tensor], choice: Tensor) -> Tensor:
+    """The option of an index (1,), which stays on its device."""
+    return torch.stack(options).index_select(0, choice).squeeze(0)
+
+
 def _weights(places: list[tuple[nn.Module, str]]) -> tuple[Tensor, ...]:
     """The weights that stand in these places now."""
     found = (part._parameters.get(name) for part, name in places)
@@ -238,7 +241,7 @@ def _(module: Contractive, ask: Ask) -> Bound:
     matrices = module.matrices()
     options = module._options(matrices, spectral_norm_bounds(matrices))
     choice = module._choice(options)
-    scales = torch.stack(options).index_select(0, choice).squeeze(0)
+    scales = _pick(options, choice)
     name = module.norms[int(choice)] if ask.readable(choice) else " or ".join(module.norms)
     divided = module._divided()
     if divided is None:
