@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lipformer.analysis.inputs import check_finite
+from lipformer.certificate import Ask
+from lipformer.certificate.rules import check_forward, kind_of
 from lipformer.functional.attention.maps import AttentionMaps, TensorParts
 from lipformer.layers import L2MultiheadAttention
 from lipformer.layers.attention.positions import rotary_angles, rotate
@@ -176,14 +178,21 @@ def attention_maps(attn: Attention) -> AttentionMaps:
         attn: maps (returned as they are), `torch.nn.MultiheadAttention` used as self-attention, or
             anything with a method `attention_maps()`: `lipformer.models.DotProductSelfAttention`, and an
             `AttentionProbe`, a layer of a Hugging Face model say. A module's method is called with its
-            parameters and buffers in float64.
+            parameters and buffers in float64, bounded and other parametrized weights as it has them.
 
     Raises:
         TypeError: for other modules.
+        NotCertifiable: the module has hooks, or a forward of its own that its maps do not know.
         ValueError: for a torch layer that is no plain self-attention (kdim, bias_k, add_zero_attn).
     """
     if isinstance(attn, AttentionMaps):
         return attn
+    if isinstance(attn, nn.Module):
+        refuse = Ask("l2", kind=kind_of(attn)).refuse
+        own = next((c for c in type(attn).__mro__ if "attention_maps" in vars(c)), nn.MultiheadAttention)
+        if isinstance(attn, own):
+            # The maps are those of the forward that stands beside them.
+            check_forward(attn, own, ("forward", "attention_maps"), refuse, "attention maps")
     if isinstance(attn, nn.MultiheadAttention):
         return torch_heads(attn).attention_maps()
     if isinstance(attn, HasAttentionMaps):
@@ -232,5 +241,10 @@ def _own_maps(module: HasAttentionMaps) -> AttentionMaps:
         return module.attention_maps().to(torch.float64)
     reader = _Reader(module)
     tensors = (*reader.named_parameters(), *reader.named_buffers())
-    wide = {name: t.double() for name, t in tensors if t.is_floating_point()}
+    # A bounded weight is what the module multiplies by, not what float64 would make of the raw one.
+    wide = {
+        name: t.double()
+        for name, t in tensors
+        if t.is_floating_point() and ".parametrizations." not in name
+    }
     return torch.func.functional_call(reader, wide, ()).to(torch.float64)

@@ -72,4 +72,5 @@ def _(module: nn.Softmax, ask: Ask) -> Bound:
     # Over another dimension than the last one softmax mixes tokens.
     if module.dim != -1:
         ask.only("l2", "linf", instead="nn.Softmax(dim=-1)")
+        ask.along(module.dim or 0)  # without a dimension torch takes the first of three
     return Bound(0.5, "softmax is 1/2-Lipschitz in every l_p")

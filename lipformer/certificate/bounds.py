@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipformer.certificate.certificate import Certificate, NotCertifiable
@@ -16,6 +17,14 @@ from lipformer.functional import spectral_norm_bound
 from lipformer.functional.norms import check_norm
 from lipformer.functional.rounding import ROUND_UP
 from lipformer.functional.tracing import tracing
+
+KEPT: Literal["kept"] = "kept"
+"""Of an output: as many tokens, or dimensions, as the input has."""
+
+Count = int | Literal["kept"] | None
+
+_FLOOR = 1e-300
+"""Products that are not zero stay above this, where a later factor can still enlarge them."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +37,9 @@ class Bound:
         parts: the bounds it was composed from.
         path: filled in by the registry.
         kind: filled in by the registry.
-        keeps_tokens: False if the output may have more tokens than the input.
+        tokens: the most tokens that the output has: KEPT (the default: as the parts do, one after
+            another), a number, or None if that is not known.
+        dims: the output's number of dimensions, likewise; not needed unless tokens change.
     """
 
     value: float | Tensor
@@ -36,7 +47,8 @@ class Bound:
     parts: tuple[Bound, ...] = ()
     path: str = ""
     kind: str = ""
-    keeps_tokens: bool = True
+    tokens: Count = KEPT
+    dims: Count = KEPT
 
 
 @dataclass(frozen=True)
@@ -52,6 +64,8 @@ class Ask:
             on a device are not read, what was checked when the module was built is not checked again.
         known: weights and their spectral norms, given beforehand or found while answering, so that each
             is computed once for all norms; None to remember nothing.
+        alone: the bound is to hold for each sample by itself, the first dimension being samples.
+        dims: with ``alone``, the number of dimensions of the input, or None if it is not known.
     """
 
     norm: str
@@ -60,6 +74,8 @@ class Ask:
     kind: str = ""
     in_forward: bool = False
     known: list[tuple[Tensor, Tensor]] | None = None
+    alone: bool = False
+    dims: int | None = None
 
     def spectral_norm(self, weight: Tensor) -> Tensor:
         """An upper bound of the spectral norm of ``weight`` (m, n), a float64 scalar."""
@@ -79,6 +95,32 @@ class Ask:
         """The bound of a child module under the same question."""
         path = f"{self.path}.{name}" if self.path else name
         return bound_of(module, replace(self, path=path))
+
+    def in_turn(self, rules: Iterable[Callable[[Ask], Bound]], theorem: str = "composition") -> Bound:
+        """The product of the bounds of what runs in turn, each asked for the tokens that reach it."""
+        ask, parts = self, []
+        for rule in rules:
+            part = rule(ask)
+            parts.append(part)
+            if part.tokens != KEPT:
+                ask = replace(ask, seq_len=part.tokens)
+            if part.dims != KEPT:
+                ask = replace(ask, dims=part.dims)
+        return times(*parts, theorem=theorem)
+
+    def along(self, dim: int) -> None:
+        """Refuses a module that works along a dimension if that may be the one of the samples.
+
+        Args:
+            dim: the first dimension that it works along.
+        """
+        if self.alone and (dim if dim >= 0 else (self.dims or 0) + dim) <= 0:
+            known = "an unknown number of" if self.dims is None else self.dims
+            raise self.refuse(
+                f"it works along dimension {dim} of {known} dimensions, so that samples may influence "
+                "each other",
+                "tokens (B, N, D), batch_first=True, and no reshaping of the first dimension",
+            )
 
     def refuse(self, reason: str, instead: str) -> NotCertifiable:
         """The exception for a module without a bound: ``raise ask.refuse(...)``."""
@@ -101,7 +143,9 @@ def register_bound(module_class: type[nn.Module]) -> Callable[[_R], _R]:
     The rule gets the module and an :class:`Ask` and returns an upper bound of the module's
     Lipschitz constant in ``ask.norm``: a number, a scalar tensor (through which gradients flow, for
     :class:`Contractive`) or a :class:`Bound` with parts. ``ask.child(module, name)`` bounds a
-    submodule. A rule serves subclasses too, as long as they keep the class's ``forward``.
+    submodule, ``ask.in_turn`` several that run one after another. A module whose output has another
+    number of tokens than its input returns ``Bound(..., tokens=n)``, or ``tokens=None``. A rule serves
+    subclasses too, as long as they keep the class's ``forward`` and the methods that it calls.
 
     Example:
         >>> class Halve(nn.Module):
@@ -123,8 +167,18 @@ def bound_of(module: nn.Module, ask: Ask) -> Bound:
     bound = found if isinstance(found, Bound) else Bound(found)
     _check_value(bound.value, ask.kind)
     value = bound.value.double().reshape(()) if isinstance(bound.value, Tensor) else float(bound.value)
-    keeps_tokens = bound.keeps_tokens and all(part.keeps_tokens for part in bound.parts)
-    return replace(bound, value=value, path=ask.path, kind=ask.kind, keeps_tokens=keeps_tokens)
+    if isinstance(value, Tensor) and not ask.in_forward and not tracing():
+        value = float(value)  # a float, of which products can be taken without underflow
+    tokens = _last(bound.tokens, (part.tokens for part in bound.parts))
+    dims = _last(bound.dims, (part.dims for part in bound.parts))
+    if dims == KEPT and tokens != KEPT:
+        dims = None
+    return replace(bound, value=value, path=ask.path, kind=ask.kind, tokens=tokens, dims=dims)
+
+
+def _last(own: Count, parts: Iterable[Count]) -> Count:
+    """What a module says itself, else what the last of its parts does that keeps not all as it was."""
+    return own if own != KEPT else next((p for p in reversed([*parts]) if p != KEPT), KEPT)
 
 
 def _check_value(value: object, kind: str) -> None:
@@ -186,8 +240,14 @@ def certify(module: nn.Module, *, seq_len: int | None = None, norm: str = "l2") 
         raise TypeError(f"certify takes a torch.nn.Module, got {type(module).__name__}")
     check_norm(norm)
     check_seq_len(seq_len)
+    return answer(module, Ask(norm, seq_len))
+
+
+def answer(module: nn.Module, ask: Ask) -> Certificate:
+    """The certificate of a module under any question."""
     _refuse_non_finite(module)
-    bound = bound_of(module, Ask(norm, seq_len))
+    norm, seq_len = ask.norm, ask.seq_len
+    bound = bound_of(module, ask)
     limits = [limit for part in module.modules() if (limit := getattr(part, "max_len", None))]
     return _finish(bound, norm, min(limits, default=None) if seq_len is None else seq_len, "")
 
@@ -217,28 +277,55 @@ def _finish(bound: Bound, norm: str, seq_len: int | None, parent: str) -> Certif
 
 
 def times(*parts: Bound, theorem: str = "composition") -> Bound:
-    """Lip(f o g) <= Lip(f) Lip(g)  (docs/theory, section 4)."""
-    value: float | Tensor = 1.0
-    for part in parts:
-        value = _multiply_up(value, part.value)
-    return Bound(value, theorem, parts)
+    """Lip(f o g) <= Lip(f) Lip(g)  (docs/theory, section 4).
+
+    All parts were asked for the same number of tokens: where one may change it, Ask.in_turn.
+    """
+    return Bound(product_up(part.value for part in parts), theorem, parts)
 
 
 def weighted_sum(weights: tuple[float, ...], parts: tuple[Bound | None, ...], theorem: str) -> Bound:
     """Lip(a f + b g) <= |a| Lip(f) + |b| Lip(g); None stands for the identity (section 4)."""
     value: float | Tensor = 0.0
     for weight, part in zip(weights, parts, strict=True):
-        value = _add_up(value, _multiply_up(abs(weight), 1.0 if part is None else part.value))
+        term = product_up((abs(float(weight)), 1.0 if part is None else part.value))
+        value = _add_up(value, term)
     return Bound(value, theorem, tuple(part for part in parts if part is not None))
 
 
-def _multiply_up(a: float | Tensor, b: float | Tensor) -> float | Tensor:
-    """A product rounded up; times one is exact, so that constants of one stay one."""
-    if isinstance(a, float) and a == 1.0:
-        return b
-    if isinstance(b, float) and b == 1.0:
-        return a
-    return a * b * ROUND_UP
+def product_up(factors: Iterable[float | Tensor]) -> float | Tensor:
+    """A product of numbers >= 0, rounded up, and never zero unless a factor is.
+
+    Of floats it is taken with exponents of its own, so that no order of tiny and huge factors loses it;
+    of tensors, whose values are not read, each partial product is kept above 1e-300. Times one is
+    exact, so that constants of one stay one.
+    """
+    number, tensor, exponent = 1.0, None, 0
+    for factor in factors:
+        if isinstance(factor, Tensor):
+            tensor = factor if tensor is None else _above_floor(tensor * factor * ROUND_UP)
+        elif factor != 1.0 and not 0.0 < factor < math.inf:
+            return factor if tensor is None else tensor * factor
+        elif factor != 1.0:
+            mantissa, power = math.frexp(factor)
+            number, power_of_number = math.frexp(
+                number * mantissa * (1.0 if number == 1.0 else ROUND_UP)
+            )
+            exponent += power + power_of_number
+    try:
+        number = math.ldexp(number, exponent)
+    except OverflowError:
+        number = math.inf
+    number = number if number >= _FLOOR else _FLOOR
+    if tensor is None or number == 1.0:
+        return number if tensor is None else tensor
+    tensor = tensor * (number * ROUND_UP)
+    return tensor if number >= 1.0 else _above_floor(tensor)
+
+
+def _above_floor(tensor: Tensor) -> Tensor:
+    # threshold, whose derivative is one kernel where that of clamp_min is three.
+    return F.threshold(tensor, _FLOOR, _FLOOR)
 
 
 def _add_up(a: float | Tensor, b: float | Tensor) -> float | Tensor:

@@ -37,19 +37,21 @@ def linear_bound(weight: Tensor, ask: Ask) -> Bound:
 
 @register_bound(nn.Linear)
 def _(module: nn.Linear, ask: Ask) -> Bound:
-    return certified_coefficient(module, ask.norm) or linear_bound(module.weight, ask)
+    coeff = None if ask.norm == "linf" else known_coefficient(module)
+    return (
+        linear_bound(module.weight, ask) if coeff is None else Bound(coeff, "spectrally bounded weight")
+    )
 
 
-def certified_coefficient(module: nn.Module, norm: str) -> Bound | None:
-    """The constant that a parametrization of the weight guarantees, if it names one.
+def known_coefficient(module: nn.Module) -> float | None:
+    """The norm that a parametrization of the weight guarantees, if it names one.
 
     A parametrization that does so has the attribute ``certified_coeff`` and is the last in its list.
     """
-    if norm == "linf" or not parametrize.is_parametrized(module, "weight"):
+    if not parametrize.is_parametrized(module, "weight"):
         return None
-    chain = cast(nn.ModuleDict, module.parametrizations)["weight"]
-    coeff = getattr(cast(nn.ModuleList, chain)[-1], "certified_coeff", None)
-    return None if coeff is None else Bound(coeff, "spectrally bounded weight")
+    last = cast(nn.ModuleList, cast(nn.ModuleDict, module.parametrizations)["weight"])[-1]
+    return getattr(last, "certified_coeff", None)
 
 
 def conv_bound(
@@ -105,6 +107,7 @@ def repeats_pixels(module: nn.Conv1d | nn.Conv2d) -> bool:
 
 def _conv_rule(module: nn.Conv1d | nn.Conv2d, ask: Ask) -> Bound:
     ask.only("l2", "linf")
+    ask.along(1 - module.weight.ndim)  # without a batch the samples would be channels
     if ask.norm == "l2" and repeats_pixels(module):
         raise ask.refuse(
             f"padding_mode={module.padding_mode!r} with stride={module.stride} and "
@@ -112,7 +115,7 @@ def _conv_rule(module: nn.Conv1d | nn.Conv2d, ask: Ask) -> Bound:
             "padding_mode='zeros', or circular padding with stride 1 that keeps the size",
         )
     value = conv_bound(module.weight, module.groups, module.stride, module.dilation, ask.norm)
-    return Bound(value, "norms of the kernel's taps", keeps_tokens=False)
+    return Bound(value, "norms of the kernel's taps", tokens=None, dims=ask.dims)
 
 
 register_bound(nn.Conv1d)(_conv_rule)

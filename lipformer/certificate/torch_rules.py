@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -12,6 +11,7 @@ from torch import nn
 
 from lipformer.certificate.activations import slope_of_function
 from lipformer.certificate.bounds import (
+    KEPT,
     Ask,
     Bound,
     bound_rules,
@@ -65,19 +65,9 @@ def sequential_bound(module: nn.Sequential, ask: Ask) -> Bound:
     mixed = None if ask.in_forward or tracing() else mixed_axes(module)
     if mixed is not None:
         raise ask.refuse(mixed, "attention with batch_first=True")
-    return in_turn(
-        (partial(Ask.child, module=child, name=name) for name, child in parts_of(module).items()), ask
+    return ask.in_turn(
+        partial(Ask.child, module=child, name=name) for name, child in parts_of(module).items()
     )
-
-
-def in_turn(rules: Iterable[Callable[[Ask], Bound]], ask: Ask) -> Bound:
-    """The product of the bounds of what runs in turn: behind a change of tokens no length is known."""
-    parts = []
-    for rule in rules:
-        parts.append(rule(ask))
-        if not parts[-1].keeps_tokens:
-            ask = replace(ask, seq_len=None)
-    return replace(times(*parts), keeps_tokens=all(part.keeps_tokens for part in parts))
 
 
 def chain(module: nn.Module, ask: Ask) -> list[nn.Module]:
@@ -100,13 +90,27 @@ for _cls in DROPOUTS:
     register_bound(_cls)(_dropout_rule)
 
 
-def _reshape_rule(module: nn.Module, ask: Ask) -> Bound:
+def _reshaped(ask: Ask, first: int, dims: int | None) -> Bound:
+    """A rearrangement of entries from a dimension on, which leaves so many dimensions."""
     ask.only("l2", "linf", instead="norm='l2', since a reshape may merge tokens")
-    return Bound(1.0, "rearrangement of entries", keeps_tokens=False)
+    ask.along(first)
+    return Bound(1.0, "rearrangement of entries", tokens=None, dims=dims)
 
 
-register_bound(nn.Flatten)(_reshape_rule)
-register_bound(nn.Unflatten)(_reshape_rule)
+@register_bound(nn.Flatten)
+def _(module: nn.Flatten, ask: Ask) -> Bound:
+    if ask.dims is None:
+        return _reshaped(ask, module.start_dim, None)
+    start, end = (dim % ask.dims for dim in (module.start_dim, module.end_dim))
+    return _reshaped(ask, start, ask.dims - max(0, end - start))
+
+
+@register_bound(nn.Unflatten)
+def _(module: nn.Unflatten, ask: Ask) -> Bound:
+    if isinstance(module.dim, str):
+        raise ask.refuse(f"its dimension has the name {module.dim!r}", "the number of the dimension")
+    dims = None if ask.dims is None else ask.dims + len(module.unflattened_size) - 1
+    return _reshaped(ask, module.dim, dims)
 
 
 def norm_layer_bound(module: nn.LayerNorm | nn.RMSNorm, ask: Ask) -> Bound:
@@ -118,6 +122,7 @@ def norm_layer_bound(module: nn.LayerNorm | nn.RMSNorm, ask: Ask) -> Bound:
     """
     if len(module.normalized_shape) > 1:
         ask.only("l2", "linf", instead="a norm over the last dimension alone")
+        ask.along(-len(module.normalized_shape))
     # RMSNorm without eps takes that of the input's dtype, whatever it will be.
     eps = torch.finfo(torch.float64).eps if module.eps is None else module.eps
     if eps <= 0:
@@ -174,21 +179,29 @@ def _(module: nn.TransformerEncoderLayer, ask: Ask) -> Bound:
             f"no slope is known for activation={module.activation!r}",
             "'relu', 'gelu' or an activation module",
         )
-    attention = times(ask.child(module.self_attn, "self_attn"), ask.child(module.dropout1, "dropout1"))
+    names = ("self_attn", "dropout1", "linear1", "dropout", "linear2", "dropout2", "norm1", "norm2")
+    parts = {name: ask.child(getattr(module, name), name) for name in names}
+    for name, part in parts.items():
+        if part.tokens != KEPT or part.dims != KEPT:
+            raise ask.refuse(f"{name} ({part.kind}) changes the number of tokens", "parts that keep it")
+    width = getattr(module.self_attn, "embed_dim", None)
+    if getattr(module.linear2, "out_features", width) != width:
+        # x + f(x) would broadcast, which has another constant.
+        raise ask.refuse(
+            f"linear2 has {module.linear2.out_features} outputs for tokens of width {width}",
+            f"linear2 with {width} outputs",
+        )
+    attention = times(parts["self_attn"], parts["dropout1"])
     feed_forward = times(
-        ask.child(module.linear1, "linear1"),
+        parts["linear1"],
         activation,
-        ask.child(module.dropout, "dropout"),
-        ask.child(module.linear2, "linear2"),
-        ask.child(module.dropout2, "dropout2"),
+        parts["dropout"],
+        parts["linear2"],
+        parts["dropout2"],
         theorem="feed-forward",
     )
     blocks = []
-    for branch, norm, name in (
-        (attention, module.norm1, "norm1"),
-        (feed_forward, module.norm2, "norm2"),
-    ):
-        normed = ask.child(norm, name)
+    for branch, normed in ((attention, parts["norm1"]), (feed_forward, parts["norm2"])):
         if module.norm_first:
             inner = times(normed, branch)
             blocks.append(weighted_sum((1.0, 1.0), (None, inner), "residual 1 + L"))
@@ -199,7 +212,7 @@ def _(module: nn.TransformerEncoderLayer, ask: Ask) -> Bound:
 
 @register_bound(nn.TransformerEncoder)
 def _(module: nn.TransformerEncoder, ask: Ask) -> Bound:
-    parts = [ask.child(layer, f"layers.{i}") for i, layer in enumerate(module.layers)]
+    parts = {f"layers.{i}": layer for i, layer in enumerate(module.layers)}
     if module.norm is not None:
-        parts.append(ask.child(module.norm, "norm"))
-    return times(*parts)
+        parts["norm"] = module.norm
+    return ask.in_turn(partial(Ask.child, module=part, name=name) for name, part in parts.items())

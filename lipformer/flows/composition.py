@@ -161,7 +161,9 @@ class InvertibleSequential(OnePass, nn.Sequential):
 @register_bound(InvertibleSequential)
 def _(module: InvertibleSequential, ask: Ask) -> Bound:
     # Not named_children(), which leaves out a module's second use.
-    return times(*(ask.child(block, str(i)) for i, block in enumerate(module)))
+    return ask.in_turn(
+        functools.partial(Ask.child, module=block, name=str(i)) for i, block in enumerate(module)
+    )
 
 
 def standard_normal_log_prob(z: Tensor) -> Tensor:

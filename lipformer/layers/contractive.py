@@ -38,8 +38,9 @@ def positive(bound: Tensor) -> Tensor:
     other tokens) must not be enlarged. Other small bounds are raised to 1e-6, so that gradients stay
     finite.
     """
-    # threshold, whose derivative is one kernel where that of clamp_min is three.
-    return F.threshold(bound, 1e-6, 1e-6).masked_fill(bound == 0.0, 1.0)
+    # threshold, whose derivative is one kernel where that of clamp_min is three. A product of bounds
+    # with a zero among them may be a little more than zero (product_up).
+    return F.threshold(bound, 1e-6, 1e-6).masked_fill(bound < 1e-200, 1.0)
 
 
 class Contractive(Freezable):
@@ -258,7 +259,7 @@ def _(module: Contractive, ask: Ask) -> Bound:
         # In the norm that it was divided by, the constant is known without a second bound.
         chosen = (choice == module.norms.index(ask.norm)).squeeze(0)
         value = torch.where(chosen, module.coeff, value)
-    return Bound(value, f"divided by its {name} bound", keeps_tokens=whole.keeps_tokens)
+    return Bound(value, f"divided by its {name} bound", tokens=whole.tokens, dims=whole.dims)
 
 
 @register_bake(Contractive)

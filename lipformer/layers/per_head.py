@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lipformer.certificate import Ask, Bound
 from lipformer.certificate.bounds import bound_of
 from lipformer.certificate.rules import Rules
-from lipformer.certificate.torch_rules import chain, in_turn, parts_of
+from lipformer.certificate.torch_rules import chain, parts_of
 
 
 class PerHead(NamedTuple):
@@ -57,7 +57,7 @@ def chain_bound(
         # By its place in the chain alone: a second use inside another part has the layer's own bound.
         return lambda ask: Bound(answer(ask)) if part is layer else bound_of(part, ask)
 
-    return in_turn(map(rule, chain(module, ask)), ask)
+    return ask.in_turn(map(rule, chain(module, ask)))
 
 
 def replace_part(module: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:

@@ -92,6 +92,7 @@ class TokenShift(Layer):
 
 @register_bound(TokenShift)
 def _(module: TokenShift, ask: Ask) -> Bound:
+    ask.along(-2)
     if ask.norm == "self":
         # Not 0 with all features shifted: see the class.
         return Bound(1.0, "projection")

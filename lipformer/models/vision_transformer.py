@@ -66,6 +66,8 @@ class Patches(nn.Module):
         patch_size: p.
     """
 
+    batch_first = True
+
     def __init__(self, channels: int, image_size: int, patch_size: int) -> None:
         super().__init__()
         self.shape = (channels, image_size, image_size)
@@ -85,7 +87,8 @@ class Patches(nn.Module):
 @register_bound(Patches)
 def _(module: Patches, ask: Ask) -> Bound:
     ask.only("l2", "linf")
-    return Bound(1.0, "rearrangement of pixels", keeps_tokens=False)
+    count = (module.shape[1] // module.patch_size) ** 2
+    return Bound(1.0, "rearrangement of pixels", tokens=count, dims=3)
 
 
 class Positions(nn.Module):
@@ -103,6 +106,9 @@ class Positions(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, N, D) -> (B, N, D)."""
+        if x.shape[-2:] != self.vectors.shape:
+            count, dim = self.vectors.shape
+            raise ValueError(f"tokens must be (B, {count}, {dim}), got {tuple(x.shape)}")
         return x + self.vectors
 
     def extra_repr(self) -> str:
@@ -142,9 +148,9 @@ class TokenMean(nn.Module):
 def _(module: TokenMean, ask: Ask) -> Bound:
     ask.only("l2", "token", "linf")
     if ask.norm != "l2":
-        return Bound(1.0, "mean of tokens", keeps_tokens=False)
+        return Bound(1.0, "mean of tokens", tokens=None, dims=2)
     value = ROUND_UP / math.sqrt(module.tokens)
-    return Bound(value, "mean of tokens, 1 / sqrt(N)", keeps_tokens=False)
+    return Bound(value, "mean of tokens, 1 / sqrt(N)", tokens=None, dims=2)
 
 
 class VisionTransformer(SavedModel):

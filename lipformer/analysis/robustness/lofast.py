@@ -5,12 +5,11 @@ Its terms are in `lofast_terms`; everything is in float64 without gradients.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lipformer.analysis.inputs import check_order, check_tokens, radii
 from lipformer.analysis.maps import Attention, finite_maps
@@ -130,14 +129,6 @@ def lofast_modulus(
         return torch.where(eps == 0, 0.0, bound(eps).nan_to_num(nan=torch.inf, posinf=torch.inf))
 
     return modulus
-
-
-def in_double(module: nn.Module) -> nn.Module:
-    """The module in float64: itself, or a copy."""
-    tensors = (*module.parameters(), *module.buffers())
-    if all(t.dtype == torch.float64 for t in tensors if t.is_floating_point()):
-        return module
-    return copy.deepcopy(module).double()
 
 
 def _smaller(a: Tensor, b: Tensor) -> Tensor:

@@ -11,10 +11,12 @@ from torch import Tensor, nn
 
 from lipformer.analysis.inputs import check_samples, radii
 from lipformer.analysis.maps import HasAttentionMaps, attention_maps
-from lipformer.analysis.robustness.lofast import Modulus, in_double, lofast_modulus
+from lipformer.analysis.robustness.effective import effective
+from lipformer.analysis.robustness.lofast import Modulus, lofast_modulus
 from lipformer.analysis.robustness.lofast_terms import EXACT
-from lipformer.certificate import Ask, NotCertifiable, certify
-from lipformer.certificate.rules import Rules, kind_of, refuse_hooks
+from lipformer.certificate import Ask, NotCertifiable
+from lipformer.certificate.bounds import answer
+from lipformer.certificate.rules import Rules, kind_of
 from lipformer.certificate.torch_rules import chain, parts_of
 from lipformer.functional.rounding import ROUND_UP, enlarge
 from lipformer.layers import BallProjection, ConvexResidual, Residual
@@ -53,7 +55,8 @@ def perturbation_bound(module: nn.Module, x: Tensor, delta: float | Tensor) -> t
     counts for a sample only if no token can leave the ball, :math:`\|x_i\| + \delta \le R`; else
     :math:`\delta` and the bound of the branch are added.
 
-    Computed in float64 (a float32 module is copied), for exact arithmetic with the stored weights.
+    Computed in float64 (a float32 module is copied), for exact arithmetic with the weights that the
+    module multiplies by in its own dtype (docs/certificates, "The function").
 
     Args:
         module: modules with a rule here or a global certificate.
@@ -74,7 +77,7 @@ def perturbation_bound(module: nn.Module, x: Tensor, delta: float | Tensor) -> t
     """
     check_samples(x)
     radius = radii(delta, x.shape[:1], x.device, "delta")
-    y, modulus = modulus_of(in_double(module), x.detach().double())
+    y, modulus = modulus_of(effective(module), x.detach().double())
     return y.to(x.dtype), modulus(radius)
 
 
@@ -85,7 +88,7 @@ def modulus_of(module: nn.Module, x: Tensor) -> tuple[Tensor, Modulus]:
         return call_branch(module, x), _times(_constant(module, x))
     y, local = rule(module, x)
     try:
-        constant = certify(module, seq_len=_seq_len(x)).bound
+        constant = _bound(module, x)
     except NotCertifiable:
         # Not a fallback: the local bound is as certain, and a network of dot products has no other.
         return y, local
@@ -96,7 +99,7 @@ def modulus_of(module: nn.Module, x: Tensor) -> tuple[Tensor, Modulus]:
 def _constant(module: nn.Module, x: Tensor) -> float:
     """The global constant of a module that is not looked into."""
     try:
-        return certify(module, seq_len=_seq_len(x)).bound
+        return _bound(module, x)
     except NotCertifiable as error:
         if not any(isinstance(part, nn.MultiheadAttention) for part in module.modules()):
             raise
@@ -115,17 +118,20 @@ def _rule_of(module: nn.Module) -> Rule | None:
     ask = Ask("l2", kind=kind_of(module))
     rule = _rules.find(module, ask.refuse)
     if rule is None and isinstance(module, HasAttentionMaps):
-        refuse_hooks(module, ask.refuse)
-        return _attention
+        return _attention  # whose maps refuse what they do not know
     return rule
 
 
-def _seq_len(x: Tensor) -> int | None:
-    return x.shape[1] if x.ndim == 3 else None
+def _bound(module: nn.Module, x: Tensor) -> float:
+    """The global constant of a module for each sample of x by itself."""
+    seq_len = x.shape[1] if x.ndim == 3 else None
+    return answer(module, Ask("l2", seq_len, alone=True, dims=x.ndim)).bound
 
 
 def _times(constant: float) -> Modulus:
-    return lambda delta: constant * delta * ROUND_UP
+    # Never zero where nothing is: a later factor may be as large as this one is small.
+    floor = 1e-300 if constant > 0 else 0.0
+    return lambda delta: torch.where(delta > 0, (constant * delta * ROUND_UP).clamp_min(floor), delta)
 
 
 def _child(module: nn.Module, name: str, x: Tensor) -> tuple[Tensor, Modulus]:
@@ -210,7 +216,7 @@ def _residual(branch: nn.Module, x: Tensor, kept: float, added: float) -> tuple[
     y = kept * x + added * same_shape(x, out)
 
     def apart(delta: Tensor) -> Tensor:
-        return (kept * delta + added * inner(delta)) * ROUND_UP
+        return (abs(kept) * delta + abs(added) * inner(delta)) * ROUND_UP**2
 
     # For more tokens the norm of both together is bounded by the sum, and there is nothing to gain.
     if split is None or x.shape[-2] * x.shape[-1] > EXACT:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lipformer.analysis.inputs import check_samples, radii
-from lipformer.analysis.robustness.lofast import Modulus, in_double
+from lipformer.analysis.robustness.effective import effective
+from lipformer.analysis.robustness.lofast import Modulus
 from lipformer.analysis.robustness.perturbation import modulus_of
 from lipformer.certificate import Ask
 from lipformer.certificate.torch_rules import chain
@@ -178,7 +179,7 @@ def _test(
 
 def _parts(model: nn.Module, image: Tensor) -> dict[str, nn.Module]:
     """The modules that a model runs one after another, in float64."""
-    model = in_double(model)
+    model = effective(model)
     body = getattr(model, "body", model)
     if not isinstance(body, nn.Module) or type(body).forward is not nn.Sequential.forward:
         raise TypeError(

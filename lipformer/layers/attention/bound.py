@@ -180,6 +180,7 @@ def theorem(layer: L2MultiheadAttention, norm: str) -> str:
 
 def attention_bound(layer: L2MultiheadAttention, ask: Ask, head_scale: Tensor | None = None) -> Tensor:
     """The bound of the layer, with each head's output times ``head_scale`` (H,), default 1."""
+    ask.along(-2 if layer.batch_first else 0)
     if layer.training and layer.dropout > 0 and not ask.in_forward:
         raise ask.refuse(
             f"attention dropout of {layer.dropout} is random in training mode",
