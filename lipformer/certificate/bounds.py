@@ -10,6 +10,7 @@ from typing import Literal, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lipformer.certificate.certificate import Certificate, NotCertifiable
 from lipformer.certificate.rules import Rules, kind_of
@@ -192,9 +193,18 @@ def _check_value(value: object, kind: str) -> None:
         raise ValueError(f"the rule of {kind} must return a bound >= 0, got {value!r}")
 
 
-def _refuse_non_finite(module: nn.Module) -> None:
-    """NaN or infinite numbers in a module make every constant meaningless."""
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def _check_tensors(module: nn.Module) -> None:
+    """Refuses a module some of whose numbers are not there, not real or not finite."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if is_lazy(tensor) or tensor.is_meta:
+            raise NotCertifiable(name, "tensor", "it has no values yet", "a module with its weights")
+        if tensor.is_complex() or (tensor.is_floating_point() and tensor.dtype not in _DTYPES):
+            raise NotCertifiable(
+                name, "tensor", f"no bound is known for {tensor.dtype}", ", ".join(map(str, _DTYPES))
+            )
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise NotCertifiable(name, "tensor", "it is not finite", "finite weights")
 
@@ -245,7 +255,7 @@ def certify(module: nn.Module, *, seq_len: int | None = None, norm: str = "l2") 
 
 def answer(module: nn.Module, ask: Ask) -> Certificate:
     """The certificate of a module under any question."""
-    _refuse_non_finite(module)
+    _check_tensors(module)
     norm, seq_len = ask.norm, ask.seq_len
     bound = bound_of(module, ask)
     limits = [limit for part in module.modules() if (limit := getattr(part, "max_len", None))]

@@ -25,7 +25,8 @@ def linf_norm(weight: Tensor) -> Tensor:
     A float64 sum of n numbers is off by at most n 2^-53 of it.
     """
     rows = weight.double().abs().sum(-1)
-    return enlarge(rows.amax(-1), weight.shape[-1])
+    # Of no rows the largest is 0.
+    return enlarge(rows.amax(-1) if weight.shape[-2] else rows.sum(-1), weight.shape[-1])
 
 
 def linear_bound(weight: Tensor, ask: Ask) -> Bound:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
 NORMS = ("l2", "token", "self", "linf")
 
 
@@ -9,3 +12,9 @@ def check_norm(norm: str, allowed: tuple[str, ...] = NORMS) -> None:
     """ValueError unless ``norm`` is one of those allowed."""
     if norm not in allowed:
         raise ValueError(f"norm must be one of {', '.join(allowed)}, got {norm!r}")
+
+
+def largest_entry(tensor: Tensor) -> Tensor:
+    """max|entry| in float64, a scalar; 0 of none."""
+    wide = tensor.double().abs()
+    return wide.amax() if tensor.numel() else torch.zeros_like(wide.sum())

@@ -388,3 +388,46 @@ def test_positions_do_not_repeat_a_token() -> None:
 
 def test_copies_are_as_faithful() -> None:
     assert lf.certify(copy.deepcopy(attention(max_len=4))).bound > 0
+
+
+# 16: what is not there, or not real.
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        lambda: nn.Linear(4, 0),
+        lambda: nn.Linear(0, 4, bias=False),
+        lambda: nn.Conv1d(0, 4, 1),
+        lambda: nn.LayerNorm(0),
+        lambda: nn.PReLU(0),
+        lambda: nn.BatchNorm1d(0).eval(),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize("norm", ["l2", "linf"])
+def test_empty_weights_have_a_bound(module: Callable[[], nn.Module], norm: str) -> None:
+    assert 0.0 <= lf.certify(module(), norm=norm).bound <= 1.0
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+@pytest.mark.filterwarnings("ignore:Complex modules")
+@pytest.mark.parametrize(
+    ("module", "what"),
+    [
+        (lambda: nn.LazyLinear(2), "no values yet"),
+        (lambda: nn.Linear(2, 2, device="meta"), "no values yet"),
+        (lambda: nn.Linear(2, 2, dtype=torch.complex64), "complex64"),
+        (lambda: nn.Linear(2, 2).to(torch.float8_e4m3fn), "float8"),
+    ],
+)
+def test_weights_that_are_no_numbers(module: Callable[[], nn.Module], what: str) -> None:
+    with pytest.raises(lf.NotCertifiable, match=what):
+        lf.certify(nn.Sequential(module()))
+
+
+def test_slopes_and_lengths_out_of_range() -> None:
+    with pytest.raises(ValueError, match="at least 1e-30.*got slope=1e-320"):
+        lf.functional.l2_gain(64, is_causal=True, slope=1e-320)
+    with pytest.raises(ValueError, match="integer >= 1"):
+        lf.functional.l2_gain(10**400)

@@ -94,10 +94,10 @@ def l2_gain(
     check_norm(norm, NORMS[:3])
     check_window(window, is_causal)
     slope = float(slope or 0.0)
-    if not (0 <= slope < math.inf and (is_causal or not slope)):
+    if not (slope == 0.0 or (1e-30 <= slope < math.inf and is_causal)):
         raise ValueError(
-            f"slope (ALiBi) must be finite, >= 0 and with is_causal=True, got slope={slope}, "
-            f"is_causal={is_causal}"
+            "slope (ALiBi) must be 0, or at least 1e-30, finite and with is_causal=True, got "
+            f"slope={slope}, is_causal={is_causal}"
         )
     keys = float(n if window is None else min(n, window))
     windowed = keys < n

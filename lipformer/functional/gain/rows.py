@@ -19,7 +19,7 @@ def check_tokens_count(n: float) -> float:
     if isinstance(n, float) and n == math.inf:
         return n
     count = operator.index(n)  # type: ignore[arg-type]  # TypeError for what is no integer
-    if count < 1:
+    if not 1 <= count < 10**300:
         raise ValueError(f"n must be an integer >= 1 or math.inf for any number of tokens, got {n!r}")
     return count
 
