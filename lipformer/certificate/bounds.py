@@ -221,8 +221,8 @@ def check_seq_len(seq_len: int | None) -> None:
 def certify(module: nn.Module, *, seq_len: int | None = None, norm: str = "l2") -> Certificate:
     """A certified upper bound of a module's Lipschitz constant.
 
-    The bound is for exact arithmetic with the weights as they are stored. It holds for the module in
-    the mode (train or eval) it is in now.
+    The bound is for exact arithmetic with the weights that the module multiplies by (docs/certificates,
+    "The function"). It holds for the module in the mode (train or eval) it is in now.
 
     Args:
         module: any module made of classes that have a rule: lipformer's layers, the usual torch

@@ -14,6 +14,7 @@ from lipformer.analysis.robustness.effective import effective
 from lipformer.analysis.robustness.lofast import Modulus
 from lipformer.analysis.robustness.perturbation import modulus_of
 from lipformer.certificate import Ask
+from lipformer.certificate.rules import kind_of, refuse_hooks
 from lipformer.certificate.torch_rules import chain
 from lipformer.functional.rounding import enlarge
 from lipformer.layers.scaled import Scaled, round_down
@@ -43,10 +44,11 @@ def certified_radius(
     where :math:`\delta_f` bounds the logits; without a linear last layer only the second is used. The
     bounds grow with :math:`\epsilon`, so that bisection finds the largest radius, from below.
 
-    The model is copied to float64 and the certificate is one for exact arithmetic with its stored
-    weights, as that of :func:`lipformer.certify`; margins must exceed their bound by 1e-9 of the largest
-    logit, far more than the rounding of a forward pass in float64. A forward pass in float32 or less may
-    give another answer where two logits are as close as its own rounding.
+    The model is copied to float64 and the certificate is one for exact arithmetic with the weights that
+    it multiplies by in its own dtype, as that of :func:`lipformer.certify`; margins must exceed their
+    bound by 1e-9 of the largest logit, far more than the rounding of a forward pass in float64. A
+    forward pass in float32 or less may give another answer where two logits are as close as its own
+    rounding.
 
     Args:
         model: an ``nn.Sequential``, or a module with one as ``body`` that computes the same; in eval
@@ -179,23 +181,48 @@ def _test(
 
 def _parts(model: nn.Module, image: Tensor) -> dict[str, nn.Module]:
     """The modules that a model runs one after another, in float64."""
-    model = effective(model)
     body = getattr(model, "body", model)
     if not isinstance(body, nn.Module) or type(body).forward is not nn.Sequential.forward:
         raise TypeError(
             "the model must be an nn.Sequential or have one as its attribute body, got "
             f"{type(model).__name__}"
         )
-    if body is not model and len(image) > 0:
-        own, same = model(image.double()), body(image.double())
-        if own.shape != same.shape or not torch.allclose(own, same, rtol=1e-9, atol=1e-9):
-            raise ValueError(f"{type(model).__name__} computes something else than its body")
+    if body is not model and not _only_calls(model, "body", image):
+        raise ValueError(f"{type(model).__name__} computes something else than its body")
+    body = effective(body)
     parts = {name: child for name, child in body._modules.items() if child is not None}
     # The head may be the last module of a Sequential that is itself the last.
     name, last = parts.popitem()
     for i, leaf in enumerate(chain(last, Ask("l2"))):
         parts[f"{name}_{i}" if leaf is not last else name] = leaf
     return parts
+
+
+class _Stand(nn.Module):
+    """Notes what it is called with, and returns something of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[object, ...]] = []
+        self.out = torch.empty(0)
+
+    def forward(self, *args: object) -> Tensor:
+        self.seen.append(args)
+        return self.out
+
+
+def _only_calls(model: nn.Module, name: str, x: Tensor) -> bool:
+    """Whether a model gives its input to one child, once, and returns what that gives."""
+    refuse_hooks(model, Ask("l2", kind=kind_of(model)).refuse)
+    child, stand = model._modules[name], _Stand()
+    model._modules[name] = stand
+    try:
+        out = model(x)
+    except Exception:  # it does something with what the child gives
+        return False
+    finally:
+        model._modules[name] = child
+    return out is stand.out and [[*map(id, args)] for args in stand.seen] == [[id(x)]]
 
 
 def _head_weight(head: nn.Module) -> Tensor | None:
