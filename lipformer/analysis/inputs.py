@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from lipformer.certificate import NotCertifiable
+from lipformer.certificate.rules import kind_of
 from lipformer.functional.attention.maps import count_false
 
 
@@ -56,6 +58,13 @@ def check_order(layer: object, x: Tensor) -> None:
             f"tokens are (B, N, D), and this layer has batch_first=False: {instead}build the layer with "
             f"batch_first=True; got x of shape {tuple(x.shape)}"
         )
+
+
+def refuse_autocast(module: nn.Module) -> None:
+    """NotCertifiable where autocast rounds the weights: the bound would be one of other weights."""
+    devices = {t.device.type for t in module.parameters() if t.dtype != torch.float64}
+    if any(map(torch.is_autocast_enabled, devices)):
+        raise NotCertifiable("", kind_of(module), "autocast rounds its weights", "leaving autocast")
 
 
 def radii(given: float | Tensor, shape: torch.Size, device: torch.device, name: str) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from lipformer.analysis.inputs import check_finite
+from lipformer.analysis.inputs import check_finite, refuse_autocast
 from lipformer.certificate import Ask
 from lipformer.certificate.rules import check_forward, kind_of
 from lipformer.functional.attention.maps import AttentionMaps, TensorParts
@@ -216,6 +216,8 @@ def _pointer(attn: object) -> str:
 
 def finite_maps(attn: Attention) -> AttentionMaps:
     """`attention_maps` in float64 for bounds; ValueError for NaN or infinite entries."""
+    if isinstance(attn, nn.Module):
+        refuse_autocast(attn)
     maps = attention_maps(attn).to(torch.float64)
     for name in ("logits", "values", "offset"):
         part = getattr(maps, name)

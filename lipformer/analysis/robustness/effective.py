@@ -8,6 +8,7 @@ import torch
 import torch.nn.utils.parametrize as parametrize
 from torch import Tensor, nn
 
+from lipformer.analysis.inputs import refuse_autocast
 from lipformer.certificate import NotCertifiable
 from lipformer.certificate.linear_rules import known_coefficient
 from lipformer.certificate.rules import kind_of
@@ -35,11 +36,8 @@ def effective(module: nn.Module) -> nn.Module:
     Raises:
         NotCertifiable: it cannot be had with plain weights, or autocast is on, which rounds them.
     """
+    refuse_autocast(module)
     tensors = [t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()]
-    if any(torch.is_autocast_enabled(device) for device in {t.device.type for t in tensors}):
-        raise NotCertifiable(
-            "", kind_of(module), "autocast rounds its weights and activations", "leaving autocast"
-        )
     if all(t.dtype == torch.float64 for t in tensors):
         return module
     made = copy.deepcopy(module)
