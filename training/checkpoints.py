@@ -19,11 +19,12 @@ _PREFIX = "model."
 
 def write_checkpoint(checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
     """Writes a file under another name in the same directory; it takes its name when it is on disk."""
-    with atomic_write(path) as part, part.open("wb") as file:
+    with atomic_write(path) as part:
         try:
-            torch.save(checkpoint, file)
-        except RuntimeError as error:
-            # On closing a file that could not be written torch says so in place of why.
+            with part.open("wb") as file:
+                torch.save(checkpoint, file)
+        except (OSError, RuntimeError) as error:
+            # On closing a file that could not be written torch may say so in place of why.
             cause: BaseException | None = error
             while cause is not None and not isinstance(cause, OSError):
                 cause = cause.__context__

@@ -89,16 +89,14 @@ class TrainingCLI(BaseCLI):
         if self.subcommand != "fit":
             kwargs |= {"logger": False, "enable_checkpointing": False}
         else:
-            root, folder = config["default_root_dir"] or "runs", None
-            saves = config["enable_checkpointing"] is not False
+            root = config["default_root_dir"] or "runs"
             if config["logger"] in (None, True) and not config["fast_dev_run"]:
                 kwargs["logger"] = loggers(root)
-            elif config["logger"] is False and saves:
-                # Checkpoints are beside the logs; without logs they would be those of every run.
-                folder = _claimed(root) / "checkpoints"
-            if saves:
-                every = int(self._get(self.config_init, "checkpoint_every"))
-                callbacks += checkpoint_callbacks(every, folder)
+            elif config["logger"] is False:
+                # Everything else is beside the logs; without them all runs would share one place.
+                kwargs["default_root_dir"] = str(_claimed(root))
+            if config["enable_checkpointing"] is not False:
+                callbacks += checkpoint_callbacks(int(self._get(self.config_init, "checkpoint_every")))
         return super().instantiate_trainer(
             callbacks=callbacks, plugins=[*plugins, CheckpointFiles()], **kwargs
         )

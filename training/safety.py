@@ -19,16 +19,14 @@ from torch.distributed.tensor import DTensor
 from training.errors import NotFinite, first_line
 
 
-def checkpoint_callbacks(every: int, folder: Path | None = None) -> list[L.Callback]:
-    """``last.ckpt`` after each `every` steps, and ``best.ckpt`` by validation loss.
-
-    Args:
-        every: steps.
-        folder: where they are; default beside the logs.
-    """
-    shared: dict[str, Any] = {"dirpath": folder, "save_top_k": 1, "enable_version_counter": False}
-    last = ModelCheckpoint(filename="last", every_n_train_steps=every, **shared)
-    best = ModelCheckpoint(filename="best", monitor="val/nats", **shared)
+def checkpoint_callbacks(every: int) -> list[L.Callback]:
+    """``last.ckpt`` after each `every` steps, and ``best.ckpt`` by validation loss."""
+    last = ModelCheckpoint(
+        filename="last", every_n_train_steps=every, save_top_k=1, enable_version_counter=False
+    )
+    best = ModelCheckpoint(
+        filename="best", monitor="val/nats", save_top_k=1, enable_version_counter=False
+    )
     return [last, best, SaveOnExit()]
 
 
