@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import sys
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from lipformer.models.saved_model import atomic_write
-from training.errors import BadInput
+from training.errors import exit_code as exit_code
+from training.errors import usable_directory as usable_directory
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -28,40 +27,6 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpF
 def parser(description: str | None) -> argparse.ArgumentParser:
     """A parser whose help is a module's header and all options with their defaults."""
     return argparse.ArgumentParser(description=description, formatter_class=_Help)
-
-
-def usable_directory(path: str | Path, option: str = "--out") -> Path:
-    """The directory, made if need be.
-
-    Args:
-        path: given by the user.
-        option: how it was given, for the message.
-
-    Raises:
-        BadInput: it cannot be made or written in.
-    """
-    directory = Path(path)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        # Permissions alone do not say whether a file system takes files.
-        with tempfile.TemporaryFile(dir=directory):
-            pass
-    except OSError as error:
-        reason = error.strerror or type(error).__name__
-        raise BadInput(
-            f"{option} must be a directory that can be written in, got {str(path)!r}: {reason}"
-        ) from error
-    return directory
-
-
-def exit_code(work: Callable[[], object]) -> int:
-    """Does the work of a command: 0, or 2 and one line on stderr for what the user got wrong."""
-    try:
-        work()
-    except BadInput as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
 
 
 def write_text(path: Path, text: str) -> None:

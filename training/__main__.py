@@ -25,24 +25,22 @@ def main(arguments: list[str] | None = None) -> int:
         print(__doc__)
         return 0
     # Imports take seconds: --help needs none of them, and certify not all.
-    from training.errors import BadInput
+    from training.errors import BadInput, exit_code
 
-    try:
+    def work() -> object:
         if command in ("certify", "sample", "export"):
             from training import commands
 
-            return int(getattr(commands, command)(rest))
+            return getattr(commands, command)(rest)
         if command in ("fit", "validate", "test"):
             from training import cli
 
-            cli.run(given)
-            return 0
+            return cli.run(given)
         raise BadInput(
             f"unknown command {command!r}; commands are fit, validate, test, certify, sample, export"
         )
-    except BadInput as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+
+    return exit_code(work)
 
 
 if __name__ == "__main__":

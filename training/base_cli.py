@@ -14,7 +14,7 @@ from lightning.pytorch.cli import LightningCLI
 
 from training.errors import BadInput, first_line
 from training.progress import Progress
-from training.safety import exit_on_sigterm
+from training.safety import StopWhenNotFinite, exit_on_sigterm
 
 
 class BaseCLI(LightningCLI):
@@ -60,9 +60,10 @@ class BaseCLI(LightningCLI):
             raise BadInput(first_line(error)) from error
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
-        """Adds a bar of its own, unless the configuration says otherwise."""
+        """Adds a bar of its own, unless the configuration says otherwise, and ends what diverges."""
         settings = self._get(self.config_init, "trainer")
         callbacks = [*(settings["callbacks"] or []), *kwargs.pop("callbacks", [])]
+        callbacks.append(StopWhenNotFinite(self.loss))
         if settings["enable_progress_bar"] is not False and not any(
             isinstance(callback, ProgressBar) for callback in callbacks
         ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
 from lipformer.models import LanguageModel, LanguageModelConfig
-from lipformer.models.saved_model import atomic_write
+from lipformer.models.saved_model import atomic_write, check_dtypes
 from training.errors import BadInput
 
 _PREFIX = "model."
@@ -18,9 +19,18 @@ _PREFIX = "model."
 
 def write_checkpoint(checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
     """Writes a file under another name in the same directory; it takes its name when it is on disk."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as part:
-        torch.save(checkpoint, part)
+        try:
+            with part.open("wb") as file:
+                torch.save(checkpoint, file)
+        except (OSError, RuntimeError) as error:
+            # On closing a file that could not be written torch may say so in place of why.
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__context__
+            if cause is None:
+                raise
+            raise OSError(cause.errno, cause.strerror, str(path)) from error
 
 
 def read_checkpoint(path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[str, Any]:
@@ -40,6 +50,11 @@ def read_checkpoint(path: str | os.PathLike[str], map_location: Any = "cpu") -> 
     if not isinstance(found, dict) or not found.keys() >= {"lipformer", "state_dict"}:
         raise BadInput(f"{str(path)!r} is not the checkpoint of a lipformer language model")
     return found
+
+
+def model_weights(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """The model's tensors of a checkpoint, under the names they have in the model."""
+    return {name.removeprefix(_PREFIX): value for name, value in checkpoint["state_dict"].items()}
 
 
 class CheckpointFiles(TorchCheckpointIO):
@@ -77,8 +92,9 @@ def load_model(path: str | os.PathLike[str]) -> LanguageModel:
     found = read_checkpoint(path)
     try:
         model = LanguageModel(LanguageModelConfig.from_dict(found["lipformer"]["config"]))
-        weights = found["state_dict"].items()
-        model.load_state_dict({name.removeprefix(_PREFIX): value for name, value in weights})
+        weights = model_weights(found)
+        check_dtypes(model.state_dict(), weights)
+        model.load_state_dict(weights)
     except (ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise BadInput(f"{str(path)!r} does not hold the model it describes: {reason}") from error

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from training.base_cli import BaseCLI
 from training.checkpoints import CheckpointFiles
 from training.data import CharacterData
+from training.errors import usable_directory
 from training.module import VARIANT, LanguageModule
 from training.monitors import CertificateMonitor, InversionMonitor, TextSample, Throughput
 from training.report import Report
@@ -22,20 +23,30 @@ from training.safety import checkpoint_callbacks
 
 
 def claim_directory(root: str | Path) -> Path:
-    """A new directory root/0, root/1, ...: the first that does not exist, so that no run is mixed up."""
+    """A new directory root/0, root/1, ...: the first that does not exist, so that no run is mixed up.
+
+    Raises:
+        BadInput: root cannot be made or written in.
+    """
+    place = usable_directory(root, "--trainer.default_root_dir")
     for number in itertools.count():
-        folder = Path(root) / str(number)
+        folder = place / str(number)
         try:
-            folder.mkdir(parents=True)
+            folder.mkdir()
         except FileExistsError:
             continue
         break
     return folder
 
 
+def _claimed(root: str | Path) -> Path:
+    """A new directory in the first process; Lightning tells the others its name."""
+    return Path(root) / "0" if getattr(rank_zero_only, "rank", 0) else claim_directory(root)
+
+
 def loggers(root: str | Path) -> list[Logger]:
     """CSV and TensorBoard logs in a new directory; only the first process writes."""
-    version = "0" if getattr(rank_zero_only, "rank", 0) else claim_directory(root).name
+    version = _claimed(root).name
     return [
         CSVLogger(root, name="", version=version),
         TensorBoardLogger(root, name="", version=version),
@@ -78,8 +89,12 @@ class TrainingCLI(BaseCLI):
         if self.subcommand != "fit":
             kwargs |= {"logger": False, "enable_checkpointing": False}
         else:
+            root = config["default_root_dir"] or "runs"
             if config["logger"] in (None, True) and not config["fast_dev_run"]:
-                kwargs["logger"] = loggers(config["default_root_dir"] or "runs")
+                kwargs["logger"] = loggers(root)
+            elif config["logger"] is False:
+                # Everything else is beside the logs; without them all runs would share one place.
+                kwargs["default_root_dir"] = str(_claimed(root))
             if config["enable_checkpointing"] is not False:
                 callbacks += checkpoint_callbacks(int(self._get(self.config_init, "checkpoint_every")))
         return super().instantiate_trainer(

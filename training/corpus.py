@@ -5,9 +5,10 @@ Every source ends in one `datasets.DatasetDict` whose splits have a row for each
 
 from __future__ import annotations
 
-import glob
+import hashlib
+import os
 import pydoc_data.topics
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ REVISIONS = {PTB: "refs/convert/parquet"}
 _OTHER_NAMES = {"valid": ("validation", "val"), "train": (), "test": ()}
 # Columns that hold the text, most likely first.
 _COLUMNS = ("text", "sentence", "content")
+_MARK = "\ufeff"
 
 
 def embedded_text() -> str:
@@ -57,13 +59,9 @@ def from_dir(path: str) -> datasets.DatasetDict:
     files = files or {"train": sorted(file for file in folder.glob("*.txt") if file.is_file())}
     if not files["train"]:
         raise BadInput(f"{path} has no text files; it needs train.txt, valid.txt, test.txt or any *.txt")
-    for some in files.values():
-        for file in some:
-            _check_text(file)
-    rows = read(
-        "text", data_files={split: [glob.escape(str(f)) for f in some] for split, some in files.items()}
-    )
-    return rows if "valid" in files else split_lines(rows["train"]["text"])
+    # Not by `datasets`, which would keep a copy by path and time: the text is what the files hold now.
+    lines = {split: [line for file in some for line in _lines(file)] for split, some in files.items()}
+    return _rows(lines) if "valid" in files else split_lines(lines["train"])
 
 
 def from_hub(name: str | None, revision: str | None = None, config: str | None = None) -> Any:
@@ -90,7 +88,10 @@ def from_hub(name: str | None, revision: str | None = None, config: str | None =
 
 
 def read(path: str, name: str | None = None, **options: Any) -> datasets.DatasetDict:
-    """`datasets.load_dataset` without progress bars: files ("text"), a directory or the hub."""
+    """`datasets.load_dataset` without progress bars: a directory or the hub."""
+    if Path(path).is_dir():
+        # Its cache goes by path and time: what was rewritten in the same moment would not be read.
+        options["cache_dir"] = str(Path(datasets.config.HF_DATASETS_CACHE) / _content(Path(path)))
     shown = datasets.is_progress_bar_enabled()
     datasets.disable_progress_bars()
     try:
@@ -104,9 +105,12 @@ def split_lines(lines: Iterable[str]) -> datasets.DatasetDict:
     """Lines in three parts by order: 90%, 5% and 5%."""
     rows = list(lines)
     first, second = len(rows) * 18 // 20, len(rows) * 19 // 20
-    parts = {"train": rows[:first], "valid": rows[first:second], "test": rows[second:]}
+    return _rows({"train": rows[:first], "valid": rows[first:second], "test": rows[second:]})
+
+
+def _rows(lines: Mapping[str, list[str]]) -> datasets.DatasetDict:
     return datasets.DatasetDict(
-        {split: datasets.Dataset.from_dict({"text": part}) for split, part in parts.items()}
+        {split: datasets.Dataset.from_dict({"text": part}) for split, part in lines.items()}
     )
 
 
@@ -116,9 +120,12 @@ def ptb(line: str) -> str:
 
 
 def text_of(rows: datasets.Dataset, conversion: str) -> str:
-    """The lines of a split as one text; each ends with a newline, which is a symbol like others."""
+    """The lines of a split as one text; each ends with a newline, which is a symbol like others.
+
+    The byte-order mark that a file of the split may begin with is none.
+    """
     convert = ptb if conversion == "ptb" else str
-    return "".join(f"{convert(line)}\n" for line in rows["text"])
+    return "".join(f"{convert(line.removeprefix(_MARK))}\n" for line in rows["text"])
 
 
 def encode(text: str, vocabulary: str, what: str = "the text") -> Tensor:
@@ -159,14 +166,26 @@ def _split_file(folder: Path, split: str) -> Path | None:
     return None
 
 
-def _check_text(file: Path) -> None:
-    """Raises unless a file holds some text in UTF-8."""
+def _lines(file: Path) -> list[str]:
+    """The lines of a file, which must hold some text in UTF-8."""
     try:
-        empty = not file.read_text(encoding="utf-8").strip()
+        text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise BadInput(f"{file} must be a text file in UTF-8: {first_line(error)}") from error
-    if empty:
+    if not text.removeprefix(_MARK).strip():
         raise BadInput(f"{file} is empty: it needs some text")
+    return text.removesuffix("\n").split("\n")
+
+
+def _content(folder: Path) -> str:
+    """A digest of all files of a directory, and of their names."""
+    digest = hashlib.sha256()
+    for file in sorted(file for file in folder.rglob("*") if file.is_file()):
+        digest.update(os.fsencode(file.relative_to(folder)) + b" %d " % file.stat().st_size)
+        with file.open("rb") as opened:
+            for chunk in iter(lambda: opened.read(1 << 20), b""):
+                digest.update(chunk)
+    return digest.hexdigest()
 
 
 def _text_column(rows: datasets.Dataset, name: str) -> datasets.Dataset:

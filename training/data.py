@@ -167,7 +167,13 @@ class CharacterData(L.LightningDataModule):
             self._progress,
             rank,
             world,
-            {"corpus": self._digest("train"), "packing": self.packing, "block": self.block},
+            {
+                "corpus": self._digest("train"),
+                "packing": self.packing,
+                "block": self.block,
+                # The checkpoint counts batches, its schedule updates.
+                "accumulate_grad_batches": self.trainer.accumulate_grad_batches if self.trainer else 1,
+            },
         )
         if len(batches) == 0:
             raise BadInput(

@@ -1,6 +1,12 @@
-"""What a user can get wrong, told in one line."""
+"""What a user or the machine can get wrong, told in one line."""
 
 from __future__ import annotations
+
+import io
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
 
 
 class BadInput(ValueError):
@@ -10,6 +16,52 @@ class BadInput(ValueError):
     """
 
 
+class NotFinite(BadInput):
+    """A loss or weights that are infinite or not a number: there is nothing to go on with or to save."""
+
+
 def first_line(error: Exception) -> str:
     """What an error says in one line: its first, or its kind where it says nothing."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def exit_code(work: Callable[[], object]) -> int:
+    """Does the work of a command: its own exit code or 0; 2 and one line on stderr for what failed.
+
+    What failed is what the user got wrong (BadInput) or what the system refused (OSError: a full disk, a
+    directory that cannot be written in). Characters that a terminal cannot show become question marks.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+    try:
+        code = work()
+    except (BadInput, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return code if isinstance(code, int) else 0
+
+
+def usable_directory(path: str | Path, option: str = "--out") -> Path:
+    """The directory, made if need be.
+
+    Args:
+        path: given by the user.
+        option: how it was given, for the message.
+
+    Raises:
+        BadInput: it cannot be made or written in.
+    """
+    directory = Path(path)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        # Permissions alone do not say whether a file system takes files.
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        if directory.is_symlink() and not directory.exists():
+            reason = f"it is a link to {str(directory.readlink())!r}, which does not exist"
+        raise BadInput(
+            f"{option} must be a directory that can be written in, got {str(path)!r}: {reason}"
+        ) from error
+    return directory

@@ -17,8 +17,10 @@ from torch import Tensor
 
 from lipformer.certificate import NotCertifiable
 from lipformer.models import LanguageModel, LanguageModelConfig
+from lipformer.models.saved_model import check_dtypes
 from training import schedules
 from training.batches import derive_seed
+from training.checkpoints import model_weights
 from training.data import CharacterData, run_seed
 from training.errors import BadInput
 from training.optimisers import adamw
@@ -178,11 +180,28 @@ class LanguageModule(L.LightningModule):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """AdamW and the schedule, stepped with each update."""
         optimiser = adamw(self.model, self.lr, self.weight_decay, self.betas)
+        self._settings = [
+            {name: group[name] for name in ("weight_decay", "betas")} for group in optimiser.param_groups
+        ]
         rate = torch.optim.lr_scheduler.LambdaLR(optimiser, self._factor())
         return {
             "optimizer": optimiser,
             "lr_scheduler": {"scheduler": rate, "interval": "step"},
         }
+
+    def on_train_start(self) -> None:
+        """Gives a resumed optimiser the rate, decay and betas that this run was asked for.
+
+        A checkpoint brings those of its own run along with the moments. The schedule is a function of
+        the step, so that a run with the same settings goes on with the same rate to the last bit.
+        """
+        optimiser, schedule = self.optimizers(), self.lr_schedulers()
+        assert isinstance(schedule, torch.optim.lr_scheduler.LambdaLR)
+        schedule.base_lrs = [self.lr] * len(self._settings)
+        rate = self.lr * schedule.lr_lambdas[0](schedule.last_epoch)
+        groups = optimiser.param_groups  # type: ignore[union-attr]
+        for group, settings in zip(groups, self._settings, strict=True):
+            group.update(settings, lr=rate, initial_lr=self.lr)
 
     def _factor(self) -> Any:
         if self.schedule == "noam":
@@ -214,3 +233,7 @@ class LanguageModule(L.LightningModule):
         if wrong:
             told = "; ".join(f"its {name} is {theirs.get(name)!r}, not {ours[name]!r}" for name in wrong)
             raise BadInput(f"the checkpoint is of another model: {told}")
+        try:
+            check_dtypes(self.model.state_dict(), model_weights(checkpoint))
+        except ValueError as error:
+            raise BadInput(f"the checkpoint cannot be used: {error}") from error

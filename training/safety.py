@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 from collections.abc import Iterator
@@ -13,6 +14,9 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.distributed.tensor import DTensor
+
+from training.errors import NotFinite, first_line
 
 
 def checkpoint_callbacks(every: int) -> list[L.Callback]:
@@ -24,6 +28,71 @@ def checkpoint_callbacks(every: int) -> list[L.Callback]:
         filename="best", monitor="val/nats", save_top_k=1, enable_version_counter=False
     )
     return [last, best, SaveOnExit()]
+
+
+class StopWhenNotFinite(L.Callback):
+    """Ends a run whose loss or weights are infinite or not a number; nothing is saved of it.
+
+    The loss is read where the Trainer logs it, after validations and at the end: what is not a number
+    stays so. Weights are looked at before each checkpoint, so that one that was written is finite.
+
+    Args:
+        loss: what the module logs its training loss as.
+    """
+
+    def __init__(self, loss: str) -> None:
+        _, _, name = loss.partition("/")
+        self._losses = {stage: f"{stage}/{name}" for stage in ("train", "val", "test")}
+
+    def _check(self, trainer: L.Trainer, stage: str) -> None:
+        name = self._losses[stage]
+        value = float(trainer.callback_metrics.get(name, 0.0))
+        if not math.isfinite(value):
+            raise NotFinite(f"{name} is {value} at step {trainer.global_step}{_advice(trainer)}")
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Reads the loss with the Trainer, so that other steps wait for nothing."""
+        every = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if every and trainer.global_step % every == 0:
+            self._check(trainer, "train")
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Reads the last loss."""
+        self._check(trainer, "train")
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Reads what ``best.ckpt`` would be chosen by."""
+        self._check(trainer, "val")
+
+    def on_test_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Reads the loss of the test."""
+        self._check(trainer, "test")
+
+    def on_save_checkpoint(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Looks at the weights, in each process at its own: all of them stop, or none."""
+        parts = (p.to_local() if isinstance(p, DTensor) else p for p in pl_module.parameters())
+        finite = all(bool(part.isfinite().all()) for part in parts)
+        if not trainer.strategy.reduce_boolean_decision(finite):
+            raise NotFinite(f"weights are not finite at step {trainer.global_step}{_advice(trainer)}")
+
+
+def _advice(trainer: L.Trainer) -> str:
+    """How a run goes on whose numbers are not finite."""
+    if trainer.state.fn != "fit":
+        return ""
+    path = _written(trainer)
+    told = f"go on with the same command and --ckpt_path {path}" if path else "no checkpoint was written"
+    return f"; {told}; a smaller --model.lr or a longer --model.warmup may help"
+
+
+def _written(trainer: L.Trainer) -> Path | None:
+    """The run's ``last.ckpt``, ``best.ckpt`` if there is none, or nothing."""
+    every = [c.best_model_path for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
+    return next((Path(path) for path in every if Path(path).is_file()), None)
 
 
 @contextmanager
@@ -111,14 +180,20 @@ class SaveOnExit(Checkpoint):
         if not self._training:
             return
         self._release()
-        path = self._folder(trainer) / "last.ckpt"
-        if trainer.world_size == 1:
-            path = path.with_name("interrupted.ckpt")
-            trainer.save_checkpoint(path, weights_only=False)
-        if trainer.is_global_zero and path.is_file():
+        if isinstance(exception, NotFinite):
+            return  # it says itself what to go on with
+        path = self._folder(trainer) / "interrupted.ckpt"
+        failed = ""
+        try:
+            if trainer.world_size == 1:
+                trainer.save_checkpoint(path, weights_only=False)
+        except (NotFinite, OSError) as error:  # a full disk, which may be why it stopped
+            failed = f" ({path.name} was not written: {first_line(error)})"
+        found = path if trainer.world_size == 1 and not failed else _written(trainer)
+        if trainer.is_global_zero and found is not None:
             print(
-                f"\n{_reason(exception)} at step {trainer.global_step}; go on with the same command and "
-                f"--ckpt_path {path}",
+                f"\n{_reason(exception)} at step {trainer.global_step}{failed}; go on with the same "
+                f"command and --ckpt_path {found}",
                 flush=True,
             )
 

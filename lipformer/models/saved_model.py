@@ -19,6 +19,8 @@ from lipformer.layers.one_pass import OnePass
 from lipformer.models.entries import ModelConfig
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+# What weights may be stored as.
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _M = TypeVar("_M", bound="SavedModel")
 
 
@@ -75,26 +77,48 @@ class SavedModel(OnePass):
         config, tensors = _load(directory, cls.config_class)
         with torch.random.fork_rng(devices=[]):
             model = cls(config)
+        check_dtypes(model.state_dict(), tensors)
         model.load_state_dict(tensors, assign=True)
         return model.to(device).eval()
+
+
+def check_dtypes(own: Mapping[str, Tensor], given: Mapping[str, Any]) -> None:
+    """ValueError unless given tensors are floats where a model's own are, and of its dtype elsewhere.
+
+    Loading would cast or keep them: int8 without its scale, complex numbers without a half.
+    """
+    for name in own.keys() & given.keys():
+        if isinstance(given[name], Tensor):
+            allowed = _FLOATS if own[name].is_floating_point() else (own[name].dtype,)
+            if given[name].dtype not in allowed:
+                known = ", ".join(map(str, allowed))
+                raise ValueError(f"{name} must be of dtype {known}, got {given[name].dtype}")
 
 
 def _save(directory: str | PathLike[str], config: ModelConfig, tensors: Mapping[str, Tensor]) -> None:
     """Writes both files.
 
-    The weights name the config they were saved with by its digest, so that a save that was broken
-    between the two files is noticed when it is loaded.
+    The weights name the config they were saved with by its digest. It waits under that name while they
+    are written, so that a process that is killed between the two files leaves a whole model, too.
     """
     import safetensors.torch
 
     entries = {"format": _format(type(config)), **config.to_dict()}
     text = json.dumps(entries, indent=2, ensure_ascii=False) + "\n"
     metadata = {"format": "pt", "config": _digest(config)}
+    path, waiting = Path(directory) / WEIGHTS, Path(directory) / _waiting(_digest(config))
     weights = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-    with atomic_write(Path(directory) / WEIGHTS) as part:
-        safetensors.torch.save_file(weights, part, metadata)
-    with atomic_write(Path(directory) / CONFIG) as part:
+    with atomic_write(waiting) as part:
         part.write_text(text, encoding="utf-8")
+    try:
+        with atomic_write(path) as part:
+            safetensors.torch.save_file(weights, part, metadata)
+    except Exception as error:
+        waiting.unlink(missing_ok=True)
+        if isinstance(error, safetensors.SafetensorError):
+            raise OSError(f"{path} cannot be written: {error}") from error
+        raise
+    os.replace(waiting, path.with_name(CONFIG))
 
 
 def _load(
@@ -103,8 +127,8 @@ def _load(
     """Reads and checks both files of a model with a config of this kind."""
     import safetensors
 
-    config = _read_config(Path(directory) / CONFIG, kind)
     path = Path(directory) / WEIGHTS
+    config = _read_config(path.with_name(CONFIG), kind)
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -112,7 +136,11 @@ def _load(
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     except safetensors.SafetensorError as error:
         raise ValueError(f"{path} is truncated or no safetensors file: {error}") from error
-    if metadata.get("config") != _digest(config):
+    wanted = metadata.get("config", "")
+    waiting = path.with_name(_waiting(wanted))
+    if wanted != _digest(config) and waiting.is_file():
+        config = _read_config(waiting, kind)
+    if wanted != _digest(config):
         raise ValueError(f"{path} was not saved with this {CONFIG}: save the model again, both at once")
     return config, tensors
 
@@ -130,6 +158,11 @@ def _read_config(path: Path, kind: type[ModelConfig]) -> ModelConfig:
         return kind.from_dict(entries)
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged or describes another model: {error}") from error
+
+
+def _waiting(digest: str) -> str:
+    """What a config is called until its weights are there."""
+    return f".config.{digest}.json"
 
 
 def _digest(config: ModelConfig) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from pathlib import Path
 
@@ -83,6 +84,55 @@ def test_a_broken_save_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.Mo
         build("l2").save_pretrained(tmp_path)
     assert len(list(tmp_path.iterdir())) == 2
     assert torch.equal(LanguageModel.from_pretrained(tmp_path)(x), model(x))
+
+
+def test_a_save_that_is_killed_between_its_files_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build("contractive").save_pretrained(tmp_path)
+    model, replace = build("contractive", coeff=0.5), os.replace
+
+    def killed(source: Path, target: Path) -> None:
+        if Path(target).name == "config.json":
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        model.save_pretrained(tmp_path)
+    monkeypatch.undo()
+    again = LanguageModel.from_pretrained(tmp_path)
+    assert again.config == model.config
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True))
+    model.save_pretrained(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def change(path: Path, name: str, dtype: torch.dtype) -> None:
+    """Stores a tensor in another dtype."""
+    with safetensors.safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+    tensors = safetensors.torch.load_file(path)
+    tensors[name] = tensors[name].to(dtype)
+    safetensors.torch.save_file(tensors, path, metadata)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.complex64, torch.float8_e4m3fn])
+def test_weights_of_another_kind_are_refused(dtype: torch.dtype, tmp_path: Path) -> None:
+    build("invertible").save_pretrained(tmp_path)
+    change(tmp_path / "model.safetensors", "embedding.weight", dtype)
+    told = f"embedding.weight must be of dtype torch.float16, .* torch.float64, got {dtype}"
+    with pytest.raises(ValueError, match=told):
+        LanguageModel.from_pretrained(tmp_path)
+
+
+def test_flags_stay_flags(tmp_path: Path) -> None:
+    model = build("invertible")
+    model.save_pretrained(tmp_path)
+    name = next(name for name, value in model.state_dict().items() if value.dtype == torch.bool)
+    change(tmp_path / "model.safetensors", name, torch.float32)
+    with pytest.raises(ValueError, match=f"{name} must be of dtype torch.bool, got torch.float32"):
+        LanguageModel.from_pretrained(tmp_path)
 
 
 def test_two_halves_of_two_saves_are_noticed(tmp_path: Path) -> None:

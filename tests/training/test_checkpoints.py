@@ -63,6 +63,21 @@ def test_a_checkpoint_cannot_run_code(tmp_path: Path) -> None:
     assert not (tmp_path / "harm").exists()
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.complex64, torch.float8_e5m2])
+def test_weights_of_another_kind_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    bad, path = checkpoint(), tmp_path / "a.ckpt"
+    name = "model.embedding.weight"
+    bad["state_dict"][name] = bad["state_dict"][name].to(dtype)
+    write_checkpoint(bad, path)
+    told = rf"embedding.weight must be of dtype torch.float16, .* torch.float64, got {dtype}"
+    with pytest.raises(BadInput, match=told):
+        load_model(path)
+    for kept in (torch.bfloat16, torch.float64):
+        bad["state_dict"][name] = checkpoint()["state_dict"][name].to(kept)
+        write_checkpoint(bad, path)
+        load_model(path)
+
+
 def test_other_files_are_refused_in_a_line(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="there is no checkpoint '.*nowhere.ckpt'"):
         load_model(tmp_path / "nowhere.ckpt")

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import io
+import math
+import os
 import signal
 import warnings
 from collections.abc import Callable
@@ -141,6 +145,118 @@ def test_a_signal_ends_a_run_with_a_checkpoint_and_an_exit_code(
     assert f"{told} at step 2; go on with the same command and --ckpt_path {path}" in out
     assert "Traceback" not in err
     assert torch.load(path, weights_only=True)["global_step"] == 2
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_run_whose_loss_is_not_finite_ends_with_a_line(
+    command: Run, tiny: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: bool
+) -> None:
+    """Weights that a step spoils: its own loss is finite still, and a save comes before the next."""
+
+    def spoil(self: Throughput, trainer: Any, pl_module: Any, *_: object) -> None:
+        if trainer.global_step == 3:
+            next(pl_module.parameters()).data.fill_(math.nan)
+
+    monkeypatch.setattr(Throughput, "on_train_batch_end", spoil)
+    less = ["--certificate.enabled", "false", "--text.enabled", "false", "--inversion.enabled", "false"]
+    every = [
+        "--checkpoint_every",
+        1 if saved else 100,
+        "--trainer.val_check_interval",
+        2 if saved else 4,
+    ]
+    code, out, err = command("fit", *tiny, *less, *every)
+    assert code == 2
+    (line,) = [line for line in err.splitlines() if line.startswith("error")]
+    assert "Traceback" not in err + out
+    path = tmp_path / "runs" / "0" / "checkpoints" / "last.ckpt"
+    if saved:
+        assert "weights are not finite at step 3" in line
+        assert f"--ckpt_path {path}" in line
+        for name in ("last.ckpt", "best.ckpt"):
+            found = torch.load(path.with_name(name), weights_only=True)
+            assert found["global_step"] == 2
+            assert all(value.isfinite().all() for value in found["state_dict"].values())
+    else:
+        assert "train/nats is nan at step 4; no checkpoint was written" in line
+        assert not list(tmp_path.rglob("*.ckpt"))
+
+
+def test_what_is_not_finite_is_no_result(command: Run, tiny: list[object], tmp_path: Path) -> None:
+    less = ["--certificate.enabled", "false", "--text.enabled", "false", "--report.enabled", "false"]
+    assert command("fit", *tiny, *less)[0] == 0
+    path = tmp_path / "runs" / "0" / "checkpoints" / "last.ckpt"
+    spoilt = torch.load(path, weights_only=True)
+    spoilt["state_dict"]["model.embedding.weight"].fill_(math.nan)
+    write_checkpoint(spoilt, path)
+    code, _, err = command("test", *tiny, "--ckpt_path", path)
+    assert code == 2
+    assert "error: test/nats is nan at step" in err
+    spoilt["state_dict"]["model.embedding.weight"] = torch.ones(1, dtype=torch.int8)
+    write_checkpoint(spoilt, path)
+    code, _, err = command("fit", *tiny, "--ckpt_path", path)
+    assert code == 2
+    assert "embedding.weight must be of dtype torch.float16, torch.bfloat16" in err
+    assert "got torch.int8" in err
+
+
+def test_a_disk_that_fills_up_ends_a_run_with_a_line(
+    command: Run, tiny: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = torch.save
+
+    def full(checkpoint: dict[str, Any], file: Any) -> None:
+        if checkpoint["global_step"] > 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save(checkpoint, file)
+
+    monkeypatch.setattr(torch, "save", full)
+    less = ["--certificate.enabled", "false", "--text.enabled", "false", "--checkpoint_every", 1]
+    code, out, err = command("fit", *tiny, *less)
+    path = tmp_path / "runs" / "0" / "checkpoints" / "last.ckpt"
+    assert code == 2
+    assert f"error: [Errno 28] No space left on device: '{path}'" in err
+    assert "stopped by an error at step 2 (interrupted.ckpt was not written: [Errno 28]" in out
+    assert f"--ckpt_path {path}" in out
+    assert os.listdir(path.parent) == ["last.ckpt"]
+    assert torch.load(path, weights_only=True)["global_step"] == 1
+
+
+@pytest.mark.parametrize("kind", ["dangling", "file", "proc"])
+def test_an_output_directory_that_cannot_be_written_in(
+    command: Run, tiny: list[object], tmp_path: Path, kind: str
+) -> None:
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "file").write_text("precious")
+    place = Path("/proc/no") if kind == "proc" else tmp_path / kind
+    code, _, err = command("fit", *tiny, "--trainer.default_root_dir", place)
+    assert code == 2
+    told = f"--trainer.default_root_dir must be a directory that can be written in, got '{place}'"
+    assert f"error: {told}: " in err
+    assert ("which does not exist" in err) == (kind == "dangling")
+
+
+def test_runs_without_logs_have_directories_of_their_own(
+    command: Run, tiny: list[object], tmp_path: Path
+) -> None:
+    less = ["--certificate.enabled", "false", "--text.enabled", "false", "--trainer.logger", "false"]
+    for _ in range(2):
+        assert command("fit", *tiny, *less, "--report.enabled", "false")[0] == 0
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["0", "1"]
+    for run in "01":
+        assert (tmp_path / "runs" / run / "checkpoints" / "last.ckpt").is_file()
+        assert (tmp_path / "runs" / run / "config.yaml").is_file()
+
+
+def test_a_terminal_that_knows_ascii_alone_gets_question_marks(
+    command: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(untrained(vocabulary="abcdé"), tmp_path / "a.ckpt")
+    screen = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(screen, encoding="ascii", write_through=True))
+    code, _, _ = command("sample", tmp_path / "a.ckpt", "--prompt", "éa", "--max-new", 3)
+    assert code == 0
+    assert screen.getvalue().startswith(b"?a")
 
 
 def test_help_is_readable(command: Run) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import datasets
@@ -73,6 +74,32 @@ def test_a_dataset_in_the_layout_of_the_hub(tmp_path: Path) -> None:
     module.setup("fit")
     assert module.texts["valid"].startswith("the_n_0\nthe_n_1\n")
     assert len(module.texts["valid"].splitlines()) == 10
+
+
+def test_a_corpus_that_is_rewritten_in_the_same_moment_is_read_anew(tmp_path: Path) -> None:
+    """Files whose size and time do not change: what a cache by path and time would not notice."""
+    texts, tables = write_corpus(tmp_path / "texts"), tmp_path / "tables"
+    tables.mkdir()
+    for letter in "ab":
+        row = f"{letter} line of text"
+        (texts / "train.txt").write_text(f"{row}\n" * 100)
+        datasets.Dataset.from_dict({"text": [row] * 100}).to_parquet(str(tables / "train.parquet"))
+        for file in (texts / "train.txt", tables / "train.parquet"):
+            os.utime(file, ns=(10**18, 10**18))
+        assert data(texts).texts["train"].startswith(row)
+        assert CharacterData(source="hub", name=str(tables)).texts["train"].startswith(row)
+
+
+def test_a_byte_order_mark_is_no_symbol(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(f"{name} line\n" * 40, encoding="utf-8-sig")
+    whole = data(tmp_path)
+    assert "\ufeff" not in whole.vocabulary
+    assert whole.texts["train"].startswith("a line\n")
+    assert sum(text.count("\n") for text in whole.texts.values()) == 80
+    (tmp_path / "a.txt").write_text("", encoding="utf-8-sig")
+    with pytest.raises(BadInput, match="a.txt is empty"):
+        data(tmp_path).setup("fit")
 
 
 def test_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:

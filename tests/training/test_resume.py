@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import copy
-import csv
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +18,6 @@ from training.errors import BadInput
 from training.safety import checkpoint_callbacks
 
 pytestmark = pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
-ROOT = Path(__file__).resolve().parents[2]
 STEPS = 13
 # Epochs of 8 batches; validations inside and at the end of epochs.
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -148,45 +143,32 @@ def test_other_settings_are_not_resumed(tmp_path: Path) -> None:
         trainer(max_steps=9).fit(module(dropout=0.1, dim=8), data(corpus), ckpt_path=path)
 
 
-@pytest.mark.slow
-def test_a_killed_process_resumes_exactly(tmp_path: Path) -> None:
-    """SIGKILL to the real command, in mid-epoch; its logs go on as if nothing had happened."""
-    corpus = write_corpus(tmp_path / "corpus", lines=400)
-    command = [
-        *(sys.executable, "-m", "training", "fit", "--config", "recipes/quickstart.yaml"),
-        *("--data.source", "dir", "--data.path", str(corpus), "--data.block", "16"),
-        *("--data.batch_size", "4", "--model.config.dim", "16", "--model.config.num_layers", "1"),
-        *(
-            "--model.config.dropout",
-            "0.1",
-            "--trainer.max_steps",
-            "120",
-            "--trainer.log_every_n_steps",
-            "1",
-        ),
-        *("--trainer.val_check_interval", "50", "--checkpoint_every", "7"),
-        *("--trainer.enable_progress_bar", "false", "--certificate.enabled", "false"),
-        *("--text.enabled", "false", "--trainer.accelerator", "cpu"),
-        *("--trainer.default_root_dir", str(tmp_path / "runs")),
-    ]
-    last = tmp_path / "runs" / "0" / "checkpoints" / "last.ckpt"
-    killed = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 300
-    while not last.is_file():
-        assert killed.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    killed.kill()
-    assert killed.wait() == -signal.SIGKILL
-    subprocess.run([*command, "--ckpt_path", str(last)], cwd=ROOT, check=True, timeout=300)
-    subprocess.run(command, cwd=ROOT, check=True, timeout=300)
-    step = torch.load(last, weights_only=True)["global_step"]
-    assert 7 <= step < 119
-    resumed, whole = (losses_of(tmp_path / "runs" / run / "metrics.csv") for run in "12")
-    assert len(whole) == 120
-    assert resumed == whole[step:]
+def test_a_resumed_run_has_the_rates_it_is_asked_for(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "corpus", lines=30)
+    saver = ModelCheckpoint(tmp_path / "all", "{step}", every_n_train_steps=5)
+    run(corpus, [saver], fit={"max_steps": 5})
+    path = tmp_path / "all" / "step=5.ckpt"
+    asked = {"lr": 1e-4, "weight_decay": 0.3, "betas": (0.8, 0.9), "schedule": "constant"}
+    seen: list[list[dict[str, Any]]] = []
+
+    class Watch(L.Callback):
+        def on_before_optimizer_step(self, trainer: L.Trainer, *args: Any) -> None:
+            seen.append([dict(group) for group in trainer.optimizers[0].param_groups])
+
+    trained = trainer(max_steps=7, callbacks=[Watch()])
+    trained.fit(module(dropout=0.1, **asked), data(corpus), ckpt_path=path)
+    assert len(seen) == 2
+    for groups in seen:
+        assert [group["lr"] for group in groups] == [1e-4, 1e-4], "the first step included"
+        assert [group["weight_decay"] for group in groups] == [0.3, 0.0]
+        assert [group["betas"] for group in groups] == [(0.8, 0.9)] * 2
+    moments = trained.optimizers[0].state_dict()["state"]
+    assert all(state["step"] == 7 for state in moments.values()), "the moments are the checkpoint's"
 
 
-def losses_of(path: Path) -> list[tuple[str, str]]:
-    with path.open() as file:
-        return [(row["step"], row["train/nats"]) for row in csv.DictReader(file) if row["train/nats"]]
+def test_another_accumulation_is_not_resumed(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "corpus", lines=30)
+    saver = ModelCheckpoint(tmp_path / "all", "{step}", every_n_train_steps=3)
+    run(corpus, [saver], fit={"max_steps": 3, "accumulate_grad_batches": 2})
+    with pytest.raises(BadInput, match="its accumulate_grad_batches was 2, now it is 1"):
+        run(corpus, None, tmp_path / "all" / "step=3.ckpt")
