@@ -438,3 +438,32 @@ def report(seed: int, outcome: Outcome) -> str:
         f"seed {seed}: {outcome.failure}\n  shrunk: {failure}\n  planted: {trees.planted(case) or 'nothing'}"
         f"\n  checks.examine(trees.{case!r})"
     )
+
+
+# --- many cases -------------------------------------------------------------------------------
+
+
+def examine_seeds(seeds: range) -> None:
+    """Draws and examines the cases of many seeds.
+
+    Raises:
+        AssertionError: with the shrunk cases, if a promise broke, or if too few modules got a bound.
+    """
+    broken: list[tuple[int, Outcome]] = []
+    drawn = bounded = running = 0
+    for seed in seeds:
+        case = trees.draw(seed)
+        outcome = examine(case)
+        if outcome.failure is not None:
+            broken.append((seed, outcome))
+        running += outcome.runs or "build" in outcome.refused
+        if not trees.planted(case) and not trees.is_local(case) and (outcome.runs or outcome.refused):
+            drawn += 1
+            bounded += bool(outcome.bounds)
+    # One of each promise, the shrunk of them first: a hundred trees may have one cause.
+    kinds = {outcome.failure.ask: (seed, outcome) for seed, outcome in reversed(broken)}
+    reports = "\n".join(report(*found) for found in kinds.values())
+    count = f"{len(broken)} of {len(seeds)} trees broke a bound: seeds {[seed for seed, _ in broken]}"
+    assert not broken, f"{count}\n{reports}"
+    assert bounded >= 0.6 * drawn, f"only {bounded} of {drawn} trees with nothing planted got a bound"
+    assert running >= 0.85 * len(seeds), f"only {running} of {len(seeds)} trees run"

@@ -37,6 +37,9 @@ CAST_BY_AUTOCAST = {
     Tensor.bmm, torch.addmm, torch.baddbmm, torch.einsum,
 }  # fmt: skip
 
+# Of the input's dtype, whatever that of the weights.
+LIKE_INPUT = {F.layer_norm, F.rms_norm, torch.rms_norm, F.batch_norm, F.prelu}
+
 
 class Unsupported(Exception):
     """The oracle would round an activation: a gap of the oracle, not of the package."""
@@ -90,7 +93,7 @@ class Tape:
             return type(value)(map(fill, value)) if type(value) in (list, tuple) else value
 
         for func, args, kwargs, grad in self.steps:
-            with torch.set_grad_enabled(grad):
+            with contextlib.nullcontext() if grad else torch.no_grad():
                 out = func(*fill(args), **{name: fill(value) for name, value in kwargs.items()})
             _tensors((out,), found)
         return found[self.out]
@@ -148,7 +151,7 @@ class ExactActivations(TorchFunctionMode):
         elif func is torch.result_type:
             return self._promoted(held)
         else:
-            claim = self._promoted(held)
+            claim = self._promoted(held[:1] if func in LIKE_INPUT else held)
         writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
         target = kwargs.get("out", args[0] if writes else None)
         if isinstance(target, Tensor) and target.dtype in LOW:
@@ -169,7 +172,8 @@ class ExactActivations(TorchFunctionMode):
 
         args = _mapped(args, widen)
         kwargs = {name: _mapped(value, widen) for name, value in kwargs.items()}
-        with torch.autocast("cpu", enabled=False):
+        casts = torch.is_autocast_enabled("cpu")
+        with torch.autocast("cpu", enabled=False) if casts else contextlib.nullcontext():
             out = func(*args, **kwargs)
         results: list[Tensor] = []
         _tensors((out,), results)
