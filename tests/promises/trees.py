@@ -188,7 +188,13 @@ def clean() -> None:
 def _attention(o: dict) -> nn.Module:
     names = ("bias", "batch_first", "value_proj", "causal", "any_mask", "window", "positions", "max_len",
              "proj_coeff")  # fmt: skip
-    return lf.L2MultiheadAttention(o["dim"], o["heads"], **{k: o[k] for k in names if k in o})
+    layer = lf.L2MultiheadAttention(o["dim"], o["heads"], **{k: o[k] for k in names if k in o})
+    if o.get("eye"):  # its bound is nearest to the truth then
+        for projection in (layer.q_proj, layer.v_proj, layer.out_proj):
+            for weight in () if projection is None else projection.parameters():
+                if weight.ndim == 2:
+                    nn.init.eye_(weight)
+    return layer
 
 
 def _encoder_layer(o: dict, attention: nn.Module) -> nn.Module:
@@ -207,7 +213,10 @@ def _linear(o: dict) -> nn.Module:
 def _conv(o: dict) -> nn.Module:
     names = ("stride", "padding", "dilation", "groups", "padding_mode")
     cls = {1: nn.Conv1d, 2: nn.Conv2d}[o["dims"]]
-    return cls(o["in"], o["out"], o["kernel"], **{k: o[k] for k in names if k in o})
+    module = cls(o["in"], o["out"], o["kernel"], **{k: o[k] for k in names if k in o})
+    if o.get("ones"):  # where strides and paddings count most
+        nn.init.ones_(module.weight)
+    return module
 
 
 def _batch_norm(o: dict) -> nn.Module:
@@ -326,7 +335,8 @@ class Draw:
         # Half precision under autocast of the other kind does not run in torch itself.
         autocast = rng.choices((None, "bfloat16", "float16"), (7, 2, 1))[0]
         autocast = autocast if dtype in ("float32", "float64", autocast) else None
-        self.dtype = dtype
+        self.extremes = EXTREMES[autocast if autocast and dtype != "float64" else dtype]
+        self.half = "float16" in (dtype, autocast)
         self.extreme = rng.random() < 0.1
         family = rng.choices(("tokens", "time_first", "image", "local", "dot"), (7, 2, 1.5, 1, 1))[0]
         self.batch_first = family != "time_first"
@@ -337,9 +347,10 @@ class Draw:
             shape = (rng.randint(1, 6), rng.choice((2, 4, 4, 6, 3)))
             if math.prod(shape) > 24:
                 shape = (4, 4)
-        depth = rng.randint(2, 4)
+        # In shallow trees bounds are tight, and little is hidden by what is loose.
+        depth = rng.choice((1, 1, 2, 2, 3, 4))
         tree = self.dot(shape) if family == "dot" else self.sequence(shape, depth)[0]
-        seq_len = None if family == "image" else shape[0]
+        seq_len = None if family == "image" or rng.random() < 0.15 else shape[0]
         case = Case(tree, shape, dtype, autocast, int(not self.batch_first), seq_len, seed)
         if rng.random() < 0.35:
             case = replace(case, tree=self.plant(tree))
@@ -354,7 +365,7 @@ class Draw:
     def sequence(self, shape: tuple[int, ...], depth: int, keep: bool = False) -> tuple[Node, tuple]:
         """An nn.Sequential of one to four parts; ``keep``: of the shape it was given."""
         start, parts = shape, []
-        for _ in range(self.rng.randint(1, 4)):
+        for _ in range(self.rng.randint(1, 1 + min(depth, 3))):
             part, shape = self.part(shape, depth - 1, keep)
             parts.append(part)
             if part[0] not in ("seq",) and shape == start and self.rng.random() < 0.06 and len(parts) == 1:
@@ -373,14 +384,14 @@ class Draw:
             return self.flat_part(shape, depth, keep)
         n, d = shape
         rng = self.rng
-        deep = depth > 0
+        deep = depth > 0  # may hold others
         kind = self.pick(
             linear=3, chain=0.3 + 2 * self.extreme, spectral_linear=1.5, act=2, norm=0.5, batch_norm=0.2,
             dropout=0.3, softmax=0.4, center=0.6 * (d > 1), ball=0.6, shift=0.7 * self.batch_first,
             max_min=0.5 * (d % 2 == 0), feed_forward=0.6, conv=0.3 * self.batch_first * (not keep),
             reshape=1.2 * self.batch_first * (not keep), seq=1.5 * deep, residual=1.5 * deep,
             convex=0.8 * deep, contractive=1.2 * deep, invertible=0.5 * deep * self.batch_first,
-            scaled=0.6 * deep, attention=2.5 * deep, encoder_layer=0.4 * deep,
+            scaled=0.6 * deep, attention=2.5, encoder_layer=0.4,
         )  # fmt: skip
         o = {"seed": self.seed()}
         if kind == "linear":
@@ -437,15 +448,15 @@ class Draw:
                  ["weight_norm", "spectral"], ["spectral_norm"])
             )  # fmt: skip
         if self.extreme and self.rng.random() < 0.5:
-            o["scale"] = self.rng.choice(EXTREMES[self.dtype])
+            o["scale"] = self.rng.choice(self.extremes)
         elif self.rng.random() < 0.2:
-            o["scale"] = self.rng.choice((0.1, 3.0, 100.0 if self.dtype != "float16" else 10.0))
+            o["scale"] = self.rng.choice((0.1, 3.0, 10.0 if self.half else 100.0))
         return ("linear", o, [])
 
     def chain(self, dim: int) -> Node:
         """Linear maps of extreme sizes whose product is not."""
         pairs = self.rng.choice((1, 2, 2, 3))
-        scales = [EXTREMES[self.dtype][0]] * pairs + [EXTREMES[self.dtype][3]] * pairs
+        scales = [self.extremes[0]] * pairs + [self.extremes[3]] * pairs
         if self.rng.random() < 0.5:
             scales = scales[::-1]
         parts = [
@@ -461,10 +472,11 @@ class Draw:
         rng = self.rng
         kernel = rng.randint(1, min(3, *shape[1:]))
         o = {"seed": self.seed(), "dims": dims, "in": shape[0], "out": rng.randint(1, 4), "kernel": kernel,
-             "stride": rng.choice((1, 1, 2)), "padding": rng.randint(0, 1)}  # fmt: skip
+             "stride": rng.choice((1, 1, 2)), "padding": rng.randint(0, 1),
+             "ones": rng.random() < 0.3}  # fmt: skip
         if rng.random() < 0.2:
             o |= {"padding_mode": "circular", "stride": 1, "padding": (kernel - 1) // 2}
-        if rng.random() < 0.3:
+        if rng.random() < 0.5:
             o["params"] = ["spectral"]
         sizes = [(s + 2 * o["padding"] - kernel) // o["stride"] + 1 for s in shape[1:]]
         self.length_known = False
@@ -510,7 +522,8 @@ class Draw:
             o["any_mask"] = True
         if rng.random() < 0.25:
             o["scale"] = rng.choice((3.0, 0.3))
-        if rng.random() < (0.3 if self.length_known else 0.6):
+        o["eye"] = rng.random() < 0.5
+        if rng.random() < (0.4 if self.length_known else 0.6):
             o["max_len"] = n + rng.randint(0, 1)
         elif not self.length_known and "window" not in o and "positions" not in o:
             o["planted"] = "no length known"
@@ -519,7 +532,7 @@ class Draw:
     def attention_branch(self, shape: tuple[int, int], depth: int) -> Node:
         """Attention alone, or behind other parts; nothing follows it, for its output is a tuple."""
         attention = self.attention(shape)
-        if self.rng.random() < 0.5:
+        if depth < 1 or self.rng.random() < 0.5:
             return attention
         before, _ = self.sequence(shape, depth - 1, keep=True)
         return ("seq", {}, [before, attention] if self.rng.random() < 0.5 else [*before[2], attention])
@@ -537,6 +550,8 @@ class Draw:
         if kind in ("contractive", "invertible"):
             o["coeff"] = rng.choice((0.9, 0.5) if kind == "invertible" else (0.9, 1.0, 3.0, 1e-3))
             o["seq_len"] = shape[0] if len(shape) == 2 and rng.random() < 0.8 else None
+            if o["seq_len"] is not None and rng.random() < 0.1 and shape[0] > 1:
+                o |= {"seq_len": 1, "planted": "too small a seq_len"}
             o["norm"] = rng.choice((None, None, "l2", "token", "linf"))
             if rng.random() < 0.15:
                 o |= {"norm": "self"} if kind == "contractive" else {"norm": None, "mode": "causal"}
@@ -634,7 +649,7 @@ class Draw:
             "softmax": [("set_dim", 0), ("set_dim", None)],
             "flatten": [("set_start_dim", 0)],
         }  # fmt: skip
-        found = [*own.get(kind, []), *own.get(kind, []), *rng.sample(common, 3)]
+        found = own[kind] if kind in own and rng.random() < 0.7 else common
         # Methods of a class without them are nobody's.
         return [d for d in found if d[0] != "override" or kind_has(kind, d[1])]
 
