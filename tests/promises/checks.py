@@ -34,7 +34,9 @@ class Failure:
 
     def __str__(self) -> str:
         ratio = self.truth / self.bound if self.bound else math.inf
-        return f"{self.ask}: bound {self.bound:.6g}, true {self.truth:.6g} ({ratio:.4g} times) {self.note}"
+        return (
+            f"{self.ask}: bound {self.bound:.6g}, true {self.truth:.6g} ({ratio:.4g} times) {self.note}"
+        )
 
 
 @dataclass
@@ -122,7 +124,12 @@ def structured(case: Case) -> Tensor:
     """Samples of known extremes side by side on the batch axis, in float64, exact in the case's dtype."""
     rng = random.Random(case.seed)
     total = math.prod(case.shape)
-    samples = [torch.zeros(total), torch.randn(total), 100 * torch.randn(total), 1e-3 * torch.randn(total)]
+    samples = [
+        torch.zeros(total),
+        torch.randn(total),
+        100 * torch.randn(total),
+        1e-3 * torch.randn(total),
+    ]
     # Tokens as they are, and as a container may cut the sample anew.
     for n in (case.shape[0], rng.choice([k for k in range(1, total + 1) if total % k == 0])):
         direction = torch.randn(total // n)
@@ -199,7 +206,9 @@ def compare(ask: str, bound: float, truth: float, note: str = "") -> None:
 def check_certify(case: Case, module: nn.Module, x: Tensor, outcome: Outcome) -> None:
     for norm in NORMS:
         found = asked(
-            f"certify {norm}", outcome, lambda norm=norm: lf.certify(module, seq_len=case.seq_len, norm=norm)
+            f"certify {norm}",
+            outcome,
+            lambda norm=norm: lf.certify(module, seq_len=case.seq_len, norm=norm),
         )
         if found is not None:
             outcome.bounds[norm] = found.bound
@@ -232,10 +241,20 @@ def check_invertible(case: Case, module: nn.Module, x: Tensor, outcome: Outcome)
     compare(f"{name} branch {norm}", 0.9, largest_gains(case, block.branch, x, (norm,))[norm])
 
 
+def check_spectral(case: Case, module: nn.Module, x: Tensor, outcome: Outcome) -> None:
+    """The constant that lf.spectral_bound promises of a layer by itself."""
+    coeff = {"spectral": 0.8, "normalize": 2.0}[case.tree[1]["params"][-1]]
+    if outcome.runs and answers("spectral", outcome, module, x, case):
+        compare("spectral", coeff, largest_gains(case, module, x, ("l2",))["l2"])
+
+
 def answers(name: str, outcome: Outcome, module: nn.Module, x: Tensor, case: Case) -> bool:
     """Whether the module runs; refusing to is an answer."""
     with torch.no_grad():
-        return asked(f"{name} forward", outcome, lambda: module(x.to(getattr(torch, case.dtype)))) is not None
+        return (
+            asked(f"{name} forward", outcome, lambda: module(x.to(getattr(torch, case.dtype))))
+            is not None
+        )
 
 
 # --- finite perturbations ---------------------------------------------------------------------
@@ -249,7 +268,9 @@ def samples(case: Case, x: Tensor) -> Tensor:
 def check_perturbation(case: Case, module: nn.Module, x: Tensor, outcome: Outcome) -> None:
     x, fn, dtype = samples(case, x), function(case, module), getattr(torch, case.dtype)
     delta = random.Random(case.seed).choice((1e-2, 0.3, 2.0))
-    found = asked("perturbation", outcome, lambda: analysis.perturbation_bound(module, x.to(dtype), delta))
+    found = asked(
+        "perturbation", outcome, lambda: analysis.perturbation_bound(module, x.to(dtype), delta)
+    )
     if found is None or not runs(module, x, dtype):
         return
     if mixes(fn, x, 0):
@@ -301,7 +322,9 @@ def check_radius(case: Case, module: nn.Module, x: Tensor, outcome: Outcome) -> 
     margin = attacked(fn, x, labels, radius)
     worst = int(torch.where(radius > 0, margin, -math.inf).argmax())
     if float(radius[worst]) > 0 and float(margin[worst]) > 1e-9 * float(logits[worst].abs().max()):
-        raise Broken(Failure("radius", 0.0, float(margin[worst]), f"label changes within {radius[worst]}"))
+        raise Broken(
+            Failure("radius", 0.0, float(margin[worst]), f"label changes within {radius[worst]}")
+        )
 
 
 def attacked(fn: Callable[[Tensor], Tensor], x: Tensor, labels: Tensor, radius: Tensor) -> Tensor:
@@ -370,6 +393,7 @@ CHECKS = {
     "certify": check_certify,
     "contractive": check_contractive,
     "invertible": check_invertible,
+    "spectral": check_spectral,
     "perturbation": check_perturbation,
     "radius": check_radius,
     "ball": check_ball,
@@ -385,7 +409,9 @@ def smaller(case: Case) -> Iterator[Case]:
     """Cases a step simpler, the largest steps first."""
     for node in trees.nodes(case.tree):
         for child in node[2]:
-            yield replace(case, tree=trees.replaced(case.tree, node, child))  # a node's child in its place
+            yield replace(
+                case, tree=trees.replaced(case.tree, node, child)
+            )  # a node's child in its place
     for node in trees.nodes(case.tree):
         if node is not case.tree:
             with contextlib.suppress(ValueError):
@@ -398,7 +424,15 @@ def smaller(case: Case) -> Iterator[Case]:
             rest = node[1]["params"][:-1]
             kept = {k: v for k, v in node[1].items() if k != "params"}
             yield _with(case, node, kept | ({"params": rest} if rest else {}))
-        for name in ("value_proj", "positions", "window", "proj_coeff", "any_mask", "max_len", "padding_mode"):
+        for name in (
+            "value_proj",
+            "positions",
+            "window",
+            "proj_coeff",
+            "any_mask",
+            "max_len",
+            "padding_mode",
+        ):
             if name in node[1]:
                 yield _with(case, node, {k: v for k, v in node[1].items() if k != name})
         for name, plain in (("bias", False), ("affine", False), ("heads", 1), ("seed", 0)):

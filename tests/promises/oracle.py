@@ -106,7 +106,17 @@ class Slot:
     index: int
 
 
-READS = {"item", "__bool__", "tolist", "equal", "allclose", "__float__", "__int__", "is_nonzero", "numpy"}
+READS = {
+    "item",
+    "__bool__",
+    "tolist",
+    "equal",
+    "allclose",
+    "__float__",
+    "__int__",
+    "is_nonzero",
+    "numpy",
+}
 
 
 class ExactActivations(TorchFunctionMode):
@@ -274,7 +284,11 @@ class Effective:
     def _record(self, x: Tensor) -> Tensor:
         tape = Tape()
         tape.add(x, self.dtype)
-        with torch.enable_grad(), ExactActivations(tape), mock.patch.object(_SortPairs, "apply", _sorted_pairs):
+        with (
+            torch.enable_grad(),
+            ExactActivations(tape),
+            mock.patch.object(_SortPairs, "apply", _sorted_pairs),
+        ):
             out = call(self.module, x)
         self.claim, tape.out = out.claim, out.slot
         tape.held = []
@@ -350,7 +364,9 @@ def gain(jacobian: Tensor, norm: str, width_out: int, width_in: int) -> Tensor |
     return scaled(jacobian, measure[norm])
 
 
-def ascended(fn: Callable[[Tensor], Tensor], x: Tensor, axis: int, jacobian: Tensor, steps: int) -> Tensor:
+def ascended(
+    fn: Callable[[Tensor], Tensor], x: Tensor, axis: int, jacobian: Tensor, steps: int
+) -> Tensor:
     """Inputs moved for a few steps towards larger spectral norms of the Jacobian."""
     u, _, vh = torch.linalg.svd(jacobian / jacobian.abs().amax((1, 2), keepdim=True).clamp_min(1e-300))
     shape = x.movedim(axis, 0).shape

@@ -9,7 +9,11 @@ from tests.promises.trees import Case
 
 
 def attention(dim: int = 1, **options: object) -> tuple:
-    return ("attention", {"dim": dim, "heads": 1, "batch_first": True, "causal": False, "eye": True} | options, [])
+    return (
+        "attention",
+        {"dim": dim, "heads": 1, "batch_first": True, "causal": False, "eye": True} | options,
+        [],
+    )
 
 
 def linear(scale: float, **options: object) -> tuple:
@@ -25,7 +29,11 @@ def seq(*parts: tuple) -> tuple:
 
 
 RESHAPED = seq(("flatten", {}, []), ("unflatten", {"shape": [8, 1]}, []))
-CONV = ("conv", {"dims": 1, "in": 2, "out": 2, "kernel": 3, "stride": 2, "ones": True, "params": ["normalize"]}, [])
+CONV = (
+    "conv",
+    {"dims": 1, "in": 2, "out": 2, "kernel": 3, "stride": 2, "ones": True, "params": ["normalize"]},
+    [],
+)
 ENCODER_LAYER = (
     "encoder_layer",
     {"dim": 4, "activation": "relu", "batch_first": True, "norm_first": True, "eps": 1.0, "scale": 3.0},
@@ -47,7 +55,7 @@ CASES = {
         ("contractive", {"coeff": 0.9, "norm": "l2"}, [LARGE]), {"dtype": "float16"},
     ),
     "a subnormal factor under autocast": (
-        ("invertible", {"coeff": 0.9, "norm": "l2"}, [LARGE]), {"dtype": "float32", "autocast": "float16"},
+        LARGE, {"dtype": "float32", "autocast": "float16", "asks": ("invertible",)},
     ),
     "subnormal weights in float16": (
         ("spectral_linear", {"in": 4, "out": 4, "coeff": 1e-6, "mode": "normalize"}, []), {"dtype": "float16"},
@@ -57,8 +65,8 @@ CASES = {
     "torch's attention with a forward of its own": (odd(TORCH_ATTENTION, "override", "forward"), {}),
     "torch's attention with a hook": (odd(TORCH_ATTENTION, "hook"), {}),
     "an overridden _conv_forward": (odd(CONV, "override", "_conv_forward"), {"shape": (2, 4)}),
-    "an overridden _ff_block": (odd(ENCODER_LAYER, "override", "_ff_block"), {"shape": (1, 4)}),
-    "an overridden _sa_block": (odd(ENCODER_LAYER, "override", "_sa_block"), {"shape": (1, 4)}),
+    "an overridden _ff_block": (odd(ENCODER_LAYER, "override", "_ff_block"), {"shape": (1, 4), "seq_len": 1}),
+    "an overridden _sa_block": (odd(ENCODER_LAYER, "override", "_sa_block"), {"shape": (1, 4), "seq_len": 1}),
     "a global hook": (odd(linear(1.0), "global_hook"), {}),
     "weights that underflow": (seq(*map(linear, (1e-200, 1e-200, 1e200, 1e200))), {}),
     "weights that underflow in float32": (
@@ -71,7 +79,9 @@ CASES = {
         odd(("convex", {"weight": 0.5}, [linear(-1.0, seed=3)]), "set_weight", 1.6), {"asks": ("perturbation",)},
     ),
     "causal=1": (odd(attention(max_len=8), "set_causal", 1), {"shape": (8, 1), "seq_len": 8}),
-    "a stride after spectral_bound": (odd(CONV, "set_stride", [1]), {"shape": (2, 6)}),
+    "a stride after spectral_bound": (
+        odd(CONV, "set_stride", [1]), {"shape": (2, 6), "asks": ("spectral",)},
+    ),
     "max_len=None in a block for fewer tokens": (
         ("invertible", {"coeff": 0.9, "seq_len": 2, "norm": "l2"}, [odd(attention(), "set_max_len", None)]),
         {"shape": (8, 1), "seq_len": None},

@@ -53,9 +53,12 @@ def layers() -> dict[str, nn.Module]:
 
 @pytest.mark.parametrize("name", layers())
 @pytest.mark.parametrize(
-    ("dtype", "autocast"), [*((dtype, None) for dtype in LOW), ("float32", "bfloat16"), ("bfloat16", "bfloat16")]
+    ("dtype", "autocast"),
+    [*((dtype, None) for dtype in LOW), ("float32", "bfloat16"), ("bfloat16", "bfloat16")],
 )
-def test_in_low_precision_it_is_near_the_modules_own_run(name: str, dtype: str, autocast: str | None) -> None:
+def test_in_low_precision_it_is_near_the_modules_own_run(
+    name: str, dtype: str, autocast: str | None
+) -> None:
     torch.manual_seed(1)
     module = layers()[name].eval().requires_grad_(False).to(getattr(torch, dtype))
     x = torch.randint(-8, 9, (3, 5, 4)) / 4.0  # exact in every dtype
@@ -66,7 +69,9 @@ def test_in_low_precision_it_is_near_the_modules_own_run(name: str, dtype: str, 
         exact = fn(x.double())
     unit = max(LOW[dtype], LOW[autocast] if enabled else 0.0)
     assert fn.claim == own.dtype
-    torch.testing.assert_close(exact, own.double(), rtol=0.0, atol=24 * unit * float(exact.abs().max() + 1))
+    torch.testing.assert_close(
+        exact, own.double(), rtol=0.0, atol=24 * unit * float(exact.abs().max() + 1)
+    )
 
 
 def test_weights_are_rounded_as_the_module_rounds_them_and_activations_are_not() -> None:

@@ -368,7 +368,12 @@ class Draw:
         for _ in range(self.rng.randint(1, 1 + min(depth, 3))):
             part, shape = self.part(shape, depth - 1, keep)
             parts.append(part)
-            if part[0] not in ("seq",) and shape == start and self.rng.random() < 0.06 and len(parts) == 1:
+            if (
+                part[0] not in ("seq",)
+                and shape == start
+                and self.rng.random() < 0.06
+                and len(parts) == 1
+            ):
                 # One module in two places.
                 self.shares += 1
                 parts[0] = part = (part[0], {**part[1], "share": self.shares}, part[2])
@@ -421,7 +426,11 @@ class Draw:
         if kind == "shift":
             return ("shift", {"dim": d, "shifted": rng.randint(0, d)}, []), shape
         if kind == "feed_forward":
-            return ("feed_forward", o | {"dim": d, "hidden": 4, "coeff": rng.choice((1.0, 0.5))}, []), shape
+            return (
+                "feed_forward",
+                o | {"dim": d, "hidden": 4, "coeff": rng.choice((1.0, 0.5))},
+                [],
+            ), shape
         if kind == "conv":
             return self.conv(shape, 1)
         if kind == "reshape":
@@ -498,8 +507,16 @@ class Draw:
         d = shape[1]
         o = {"seed": self.seed(), "dim": d, "heads": rng.choice([h for h in (1, 2, 3) if d % h == 0])}
         if rng.random() < 0.5:
-            return ("dot_product", o | {"coeffs": rng.choice(({}, {"logit_coeff": 1.0, "value_coeff": 0.7}))}, [])
-        return ("torch_attention", o | {"batch_first": rng.random() < 0.8, "bias": rng.random() < 0.5}, [])
+            return (
+                "dot_product",
+                o | {"coeffs": rng.choice(({}, {"logit_coeff": 1.0, "value_coeff": 0.7}))},
+                [],
+            )
+        return (
+            "torch_attention",
+            o | {"batch_first": rng.random() < 0.8, "bias": rng.random() < 0.5},
+            [],
+        )
 
     def attention(self, shape: tuple[int, int]) -> Node:
         n, d = shape
