@@ -217,6 +217,8 @@ class InvertibleResidual(Freezable):
     ) -> tuple[Tensor, Record]:
         """Solves x + f(x) = y, or with the transposed Jacobian for f, at the certified rate."""
         options: dict[str, Any] = {"tol": tol, "max_iter": max_iter, "accelerate": self.accelerate}
+        # Of a gradient nothing is promised, and autograd runs in one precision.
+        options["promise"] = not transpose
         if norm != "self":
             measure = (DUAL_MEASURES if transpose else MEASURES)[norm]
             return solve_fixed_point(branch, y, rate=self.coeff, measure=measure, **options)

@@ -126,7 +126,7 @@ def test_a_tolerance_below_the_precision_gives_the_limit_of_precision(
         assert record.converged
         assert bool((error <= record.error_bound).all())
         assert bool((error <= 40 * torch.finfo(dtype).eps * size).all()), kind
-        assert bool((record.error_bound <= 1000 * torch.finfo(dtype).eps * size).all()), kind
+        assert bool((record.error_bound <= 2000 * torch.finfo(dtype).eps * size).all()), kind
 
 
 @pytest.mark.parametrize("accelerate", [True, False])
@@ -141,6 +141,7 @@ def test_a_sample_does_not_depend_on_the_others(accelerate: bool) -> None:
         return x @ a.T
 
     x, record = solve_fixed_point(branch, y, rate=0.9, measure=l2_size, accelerate=accelerate)
+    assert calls.pop() == [0, 1, 2, 3], "the last tells the rounding"
     counts = [sum(k in call for call in calls) for k in range(4)]
     assert counts == record.evaluations.tolist()
     assert counts[0] == 1

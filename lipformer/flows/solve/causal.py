@@ -21,9 +21,12 @@ from lipformer.flows.solve.fixed_point import (
     NotConverged,
     Record,
     Unsolved,
+    allowed_error,
     check_problem,
     largest_entry,
 )
+from lipformer.flows.solve.wide import rounding_of
+from lipformer.functional.rounding import enlarge
 
 # Tokens after the front stay within this multiple of the sizes known so far.
 REACH = 4.0
@@ -38,6 +41,7 @@ def solve_causal(
     tol: float = 1e-6,
     max_iter: int = 1000,
     accelerate: bool = True,
+    promise: bool = True,
 ) -> tuple[Tensor, Record]:
     r"""Solves x + f(x) = y for each sample, f causal, its own-token maps contractions.
 
@@ -53,6 +57,7 @@ def solve_causal(
         tol: tolerance relative to max(1, max|y|).
         max_iter: most evaluations of f for one token after the earlier ones are solved.
         accelerate: use Anderson acceleration, token by token.
+        promise: as in :func:`solve_fixed_point`.
 
     Returns:
         x (B, T, D) and the record.
@@ -62,38 +67,36 @@ def solve_causal(
         ValueError: y is not finite, a number is out of its range, or f is not causal.
     """
     check_problem(y, rate, tol, max_iter)
-    batch, tokens = y.shape[:2]
-    solution = y.clone()
-    evaluations = torch.zeros(batch, dtype=torch.long, device=y.device)
-    residual, noise = (y.new_zeros(batch, tokens) for _ in range(2))
-    limit = tol * largest_entry(y)
+    tokens = y.shape[1]
+    solution, images = y.clone(), y.clone()
+    everyone = torch.arange(y.shape[0], device=y.device)
+    evaluations = torch.zeros_like(everyone)
     state = _State.start(y, tol)
-    while state.index.numel() and tokens:
+    converged = True
+    while converged and state.index.numel() and tokens:
         state = state.evaluate(branch, rate)
         evaluations[state.index] += 1
         spent = state.since >= max_iter
         ended = (state.front == tokens) | spent
+        converged = not bool(spent.any())
         if bool(ended.any()):
             index = state.index[ended]
-            solution[index], residual[index] = state.x[ended], state.size[ended]
-            noise[index] = state.noise[ended]
-            record = _record(evaluations, residual, noise, rate, not bool(spent.any()), limit)
-            if not record.converged:
-                raise NotConverged(record, max_iter)
-            _check_causal(state.size[ended], state.locked_size[ended], state.noise[ended])
+            solution[index], images[index] = state.x[ended], state.image[ended]
+            if converged:
+                _check_causal(state.size[ended], state.locked_size[ended], state.noise[ended])
             state = state.select(~ended)
         if state.index.numel():
             state = state.advance(rate, accelerate)
-    return solution, _record(evaluations, residual, noise, rate, True, limit)
-
-
-def _record(
-    evaluations: Tensor, residual: Tensor, noise: Tensor, rate: float, good: bool, limit: Tensor
-) -> Record:
-    error = (residual + noise) / (1.0 - rate)
-    if not error.shape[1]:
-        return Record(evaluations, error.sum(1), error.sum(1), good, limit, error)
-    return Record(evaluations, residual.amax(1), error.amax(1), good, limit, error)
+    residual = (images.double() - solution.double()).norm(dim=-1)
+    noise = torch.full_like(residual, torch.inf)
+    if promise and converged:
+        noise = rounding_of(lambda x: branch(x, everyone), y, solution, images, 1).norm(dim=-1)
+    error = enlarge((residual + noise) / (1.0 - rate), y.shape[-1])
+    most = (size.amax(1) if tokens else size.sum(1) for size in (residual, error))
+    record = Record(evaluations, *most, converged, allowed_error(y, tol), error)
+    if not converged:
+        raise NotConverged(record, max_iter)
+    return solution, record
 
 
 def _check_causal(size: Tensor, locked: Tensor, noise: Tensor) -> None:

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from lipformer.flows.solve.anderson import History
 from lipformer.flows.solve.norms import Measure
+from lipformer.flows.solve.wide import rounding_of
+from lipformer.functional.rounding import enlarge
 
 # How many evaluations acceleration may lie behind plain steps before it is given up.
 SLACK = 2
@@ -27,7 +29,8 @@ TRIALS = 2
 GAIN = 0.2
 # A residual near the precision that has not fallen in so many evaluations is rounding.
 PATIENCE = 6
-# Rounding of one evaluation of x + f(x) - y, in units of eps times the size of its terms.
+# Rounding of one evaluation of x + f(x) - y, in units of eps times the size of its terms: a model that
+# tells when a residual cannot be expected to fall. What is promised is measured.
 ROUNDING = 4.0
 
 Branch = Callable[[Tensor, Tensor], Tensor]
@@ -40,12 +43,16 @@ class Record:
 
     Attributes:
         evaluations: evaluations of the branch for each sample (B,).
+            One more, in float64, tells their rounding.
         residual: size of x + f(x) - y at the last evaluation (B,), in the norm of the rate.
-        error_bound: promised bound of the error of x (B,), in that norm, rounding allowed for. In
-            causal mode the largest of ``token_error``.
+        error_bound: promised bound of the error of x (B,), in that norm, against the solution for f
+            in exact arithmetic; rounding inside f is measured (:func:`rounding_of`). Infinite where f
+            cannot be evaluated in float64. In causal mode the largest of ``token_error``.
         converged: whether every sample met its tolerance or the limit of its precision.
         tolerance: the error allowed (B,), tol times max(1, max|y|).
         token_error: causal mode: bound (B, T) of each token's error given the earlier tokens.
+
+    All but ``evaluations`` are in float64.
     """
 
     evaluations: Tensor
@@ -98,6 +105,11 @@ def largest_entry(y: Tensor) -> Tensor:
     return y.flatten(1).abs().amax(1).clamp_min(1.0)
 
 
+def allowed_error(y: Tensor, tol: float) -> Tensor:
+    """tol max(1, max|y|) of each sample (B,), in float64."""
+    return tol * largest_entry(y).double()
+
+
 def solve_fixed_point(
     branch: Branch,
     y: Tensor,
@@ -107,6 +119,7 @@ def solve_fixed_point(
     tol: float = 1e-6,
     max_iter: int = 1000,
     accelerate: bool = True,
+    promise: bool = True,
 ) -> tuple[Tensor, Record]:
     r"""Solves x + f(x) = y for each sample.
 
@@ -123,6 +136,7 @@ def solve_fixed_point(
         tol: tolerance relative to max(1, max|y|).
         max_iter: most evaluations of f for a sample.
         accelerate: use Anderson acceleration.
+        promise: bound the error; without, f need not run in float64 and the bound is infinite.
 
     Returns:
         x (B, *) and the record.
@@ -132,10 +146,9 @@ def solve_fixed_point(
         ValueError: y is not finite, or a number is out of its range.
     """
     check_problem(y, rate, tol, max_iter)
-    count = y.shape[0]
-    solution = y.clone()
-    evaluations = torch.zeros(count, dtype=torch.long, device=y.device)
-    residual, noise = (torch.zeros(count, dtype=y.dtype, device=y.device) for _ in range(2))
+    point, solution = y.clone(), y.clone()
+    everyone = torch.arange(y.shape[0], device=y.device)
+    evaluations = torch.zeros_like(everyone)
     limit = tol * largest_entry(y)
     state = _State.start(y, limit)
     if y.numel() == 0:
@@ -153,14 +166,21 @@ def solve_fixed_point(
         done = rate / (1.0 - rate) * state.best_size <= state.limit
         done = done | ((state.waited >= PATIENCE) & (state.best_size <= 16.0 * state.noise))
         if bool(done.any()) or k + 1 == max_iter:
-            solution[state.index] = state.best_image
-            residual[state.index] = state.best_size
-            noise[state.index] = state.noise
+            point[state.index], solution[state.index] = state.best_x, state.best_image
             state = state.select(~done)
         if state.index.numel():
             state = state.remember().advance() if accelerate else state.plain()
-    error = (rate * residual + noise) / (1.0 - rate)
-    record = Record(evaluations, residual, error, state.index.numel() == 0, limit)
+    if y.numel():
+        residual = measure(solution.double() - point.double())
+    else:
+        residual = torch.zeros_like(evaluations, dtype=torch.float64)
+    noise = torch.full_like(residual, torch.inf)
+    if promise:
+        tokens = y.shape[1] if y.ndim > 2 else 1
+        rounding = rounding_of(lambda x: branch(x, everyone), y, point, solution, tokens)
+        noise = measure(rounding) if y.numel() else residual
+    error = enlarge((rate * residual + noise) / (1.0 - rate), y[:1].numel())
+    record = Record(evaluations, residual, error, state.index.numel() == 0, allowed_error(y, tol))
     if not record.converged:
         raise NotConverged(record, max_iter)
     return solution, record
@@ -239,6 +259,7 @@ class _State(Unsolved):
     """Samples as the problems, and what acceleration needs to know.
 
     Attributes:
+        best_x: the point of the smallest residual.
         last: the residual before the latest.
         spread: sum of the inverse squares of the residuals' l2 norms since the history began.
         pace: reduction by the last plain step before acceleration, 0 while steps are plain.
@@ -246,6 +267,7 @@ class _State(Unsolved):
         trials: how often acceleration may still be tried.
     """
 
+    best_x: Tensor
     last: Tensor
     spread: Tensor
     pace: Tensor
@@ -257,7 +279,14 @@ class _State(Unsolved):
         shared = cls.beginning(y, y.shape[:1])
         zero, trials = shared["noise"], shared["waited"] + TRIALS
         return cls(
-            **shared, limit=limit, last=shared["size"], spread=zero, pace=zero, due=zero, trials=trials
+            **shared,
+            limit=limit,
+            best_x=y,
+            last=shared["size"],
+            spread=zero,
+            pace=zero,
+            due=zero,
+            trials=trials,
         )
 
     def evaluate(self, branch: Branch, measure: Measure, rate: float) -> _State:
@@ -271,6 +300,7 @@ class _State(Unsolved):
             size=size,
             last=self.size,
             best_size=torch.where(better, size, self.best_size),
+            best_x=torch.where(_wide(better, image), self.x, self.best_x),
             best_image=torch.where(_wide(better, image), image, self.best_image),
             noise=torch.where(better, noise, self.noise),
         )
