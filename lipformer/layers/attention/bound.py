@@ -217,7 +217,7 @@ def attention_bound(layer: L2MultiheadAttention, ask: Ask, head_scale: Tensor | 
     if stored:
         return value * (1.0 + _folding_margin(layer))
     # Products of norms may leave the range of float64 although no factor is zero.
-    return torch.maximum(value, 1e-300 * ((q != 0).any() & (m != 0).any()))
+    return torch.maximum(value, 1e-300 * ((q != 0).any() & (m != 0).any()).double())
 
 
 def effective_weights(
@@ -351,7 +351,7 @@ def _(layer: L2MultiheadAttention, ask: Ask) -> Bound:
     if ask.readable(root) and not bool(((root > 0) & torch.isfinite(root)).all()):
         raise ask.refuse(
             f"its temperatures leave the range of {root.dtype}: {layer.log_temperature}",
-            "log_temperature between -80 and 80",
+            "log_temperature between -170 and 170",
         )
     return Bound(attention_bound(layer, ask), theorem(layer, ask.norm))
 
