@@ -1,10 +1,14 @@
-"""Rounding up: what keeps a computed bound above the exact one (docs/theory, section 4, "Rounding")."""
+"""Rounding: what keeps a computed bound above the exact one (docs/theory, section 4, "Rounding").
+
+And what keeps a product below it, and what autocast makes of a weight.
+"""
 
 from __future__ import annotations
 
 from typing import TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 UNIT = 2.0**-53
@@ -30,3 +34,49 @@ def round_up(value: Tensor, dtype: torch.dtype) -> Tensor:
     cast = value.to(dtype)
     # Decided before the conversion: a tiny bound rounds to zero, which would no longer be one.
     return torch.where(value > 0, torch.nextafter(cast, torch.full_like(cast, torch.inf)), cast)
+
+
+def subnormal(dtype: torch.dtype) -> float:
+    """The smallest positive number of a dtype: twice the largest rounding error below its range."""
+    info = torch.finfo(dtype)
+    return info.tiny * info.eps
+
+
+def without_subnormals(factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A factor with zeros where a dtype has few digits left, so that rounding to it is relative.
+
+    Factors are computed in float64 and inverse to bounds, which are infinite beyond its range.
+    """
+    if dtype == torch.float64:
+        return factor
+    return F.hardshrink(factor, torch.finfo(dtype).tiny)
+
+
+def multiply_down(value: Tensor, factor: Tensor) -> Tensor:
+    """``value`` times a scalar ``factor``, in the value's dtype, of a size of at most the exact one.
+
+    The factor is lowered by eps, twice the unit of one rounding: of the product in float16, whose range
+    is too small for factors, so that they multiply in float32; of the factor and of the product in
+    other dtypes. Products below the range of the dtype are rounded to its next number.
+
+    Args:
+        value: any shape.
+        factor: a scalar, in at least float32 unless it was stored in less.
+    """
+    dtype = value.dtype
+    wide = torch.float32 if dtype == torch.float16 else dtype
+    lowered = factor.to(torch.promote_types(factor.dtype, wide)) * (1.0 - torch.finfo(dtype).eps)
+    return (value.to(wide) * without_subnormals(lowered, wide)).to(dtype)
+
+
+def running_dtype(weight: Tensor) -> torch.dtype:
+    """The dtype in which a matrix product takes a weight: autocast's in its region, except float64."""
+    device = weight.device.type
+    if weight.dtype == torch.float64 or not torch.amp.is_autocast_available(device):
+        return weight.dtype
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+
+
+def running(weight: Tensor) -> Tensor:
+    """A weight as a matrix product takes it, here and now: cast as autocast casts it."""
+    return weight.to(running_dtype(weight))

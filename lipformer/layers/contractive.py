@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -15,15 +16,15 @@ from lipformer.certificate.bounds import bound_of, check_seq_len
 from lipformer.certificate.rules import kind_of
 from lipformer.certificate.torch_rules import mixed_axes
 from lipformer.functional.norms import check_norm
+from lipformer.functional.rounding import ROUND_UP, multiply_down, running_dtype
 from lipformer.functional.spectral.bound import spectral_norm_bounds
 from lipformer.layers.branch import Call, call_branch, one_layout
 from lipformer.layers.decoding import Cache, register_step, step_module
 from lipformer.layers.freezing import Freezable
 from lipformer.layers.layer import bake_in_place, register_bake
 from lipformer.layers.own_token import push_own, register_own_token
-from lipformer.layers.per_head import PerHead, chain_bound, divided_part, per_head, replace_part
-from lipformer.layers.scaled import FirstOutput, Scaled, round_down
-from lipformer.layers.spectral import rounding_margin
+from lipformer.layers.per_head import Divisor, PerHead, chain_bound, divided_part, per_head, replace_part
+from lipformer.layers.scaled import FirstOutput, Scaled
 
 # Norms that norm=None chooses from; the smallest bound wins.
 _CHOICES = ("l2", "token", "linf")
@@ -83,16 +84,23 @@ class Contractive(Freezable):
         check_seq_len(seq_len)
         self.module = one_layout(module)
         self.coeff = float(coeff)
-        self.norm = norm
+        self._norm = norm
         self.seq_len = seq_len
-        refuse = self._ask("l2").refuse
-        limited = [part for part in module.modules() if per_head.find(part, refuse) is not None]
         if seq_len is not None:
             # Longer inputs than certified must fail, not pass uncertified.
-            for part in limited:
+            for part in self._limited():
                 part.max_len = min(seq_len, part.max_len or seq_len)  # type: ignore[assignment, type-var]
-        self._limits_itself = bool(limited)
         self.norms = self._possible_norms()
+
+    @property
+    def norm(self) -> str | None:
+        """The norm that the module is divided in, None for that of the smallest bound; fixed."""
+        return self._norm
+
+    def _limited(self) -> Iterator[nn.Module]:
+        """The parts that refuse inputs longer than their max_len."""
+        refuse = self._ask("l2").refuse
+        return (part for part in self.module.modules() if per_head.find(part, refuse) is not None)
 
     @property
     def max_len(self) -> int | None:
@@ -163,26 +171,31 @@ class Contractive(Freezable):
     def _options(self, matrices: list[Tensor], norms: list[Tensor]) -> list[Tensor]:
         """The factors for each of the norms in which the module may be divided, (H,) or scalars."""
         weights = self.sources()
-        coeff = self.coeff * (1.0 - max([0.0, *map(rounding_margin, weights)]))
         asks = [self._ask(norm, list(zip(matrices, norms, strict=True))) for norm in self.norms]
         divided = self._divided()
         if divided is None:
             rests = [bound_of(self.module, ask).value for ask in asks]
-            bounds: list[Tensor | float] = [1.0] * len(asks)
+            divisors: list[Divisor | None] = [None] * len(asks)
         else:
             layer, rule = divided
             rests = [chain_bound(self.module, ask, layer, lambda ask: 1.0).value for ask in asks]
-            bounds = list(rule.divisors(layer, asks, norms))
+            divisors = list(rule.divisors(layer, asks, norms))
         options = []
-        for rest, bound in zip(rests, bounds, strict=True):
-            value = bound if isinstance(rest, float) and rest == 1.0 else rest * bound
+        for rest, divisor in zip(rests, divisors, strict=True):
+            # ROUND_UP covers the rounding of the factors themselves.
+            coeff, value, lost = self.coeff / ROUND_UP, rest, None
+            if divisor is not None:
+                bound, margin, lost = divisor
+                coeff = coeff / (1.0 + margin)
+                value = bound if isinstance(rest, float) and rest == 1.0 else rest * bound
             if isinstance(value, Tensor):
-                options.append(coeff * positive(value).reciprocal())
+                factor = coeff * positive(value).reciprocal()
+                options.append(factor if lost is None else F.relu(factor - lost))
             else:
                 # Where the weights are. Not new_full: of a weight that is shared out it would be too.
-                factor = coeff / (max(value, 1e-6) if value else 1.0)
+                known = coeff / (max(value, 1e-6) if value else 1.0)
                 device = weights[0].device if weights else None
-                options.append(torch.full((), factor, dtype=torch.float64, device=device))
+                options.append(torch.full((), known, dtype=torch.float64, device=device))
         return options
 
     @staticmethod
@@ -205,11 +218,13 @@ class Contractive(Freezable):
             return call_branch(self.module, x, key_padding_mask, scales)
         self.check_length(x)
         out = call_branch(self.module, x, key_padding_mask)
-        return out * round_down(scales, out.dtype)
+        return multiply_down(out, scales)
 
     def check_length(self, x: Tensor) -> None:
         """Raises for more tokens than the module was divided for, unless the module does."""
-        if self.seq_len is not None and not self._limits_itself and x.shape[-2] > self.seq_len:
+        if self.seq_len is None or x.shape[-2] <= self.seq_len:
+            return
+        if next(self._limited(), None) is None:
             raise ValueError(f"seq_len is {self.seq_len}, got shape {tuple(x.shape)}")
 
     def extra_repr(self) -> str:
@@ -255,8 +270,10 @@ def _(module: Contractive, ask: Ask) -> Bound:
             raise ask.refuse(mixed, "attention with batch_first=True")
         whole = chain_bound(module.module, inner, layer, lambda ask: rule.bound(layer, ask, scales))
         value = torch.as_tensor(whole.value)
-    if ask.norm in module.norms:
-        # In the norm that it was divided by, the constant is known without a second bound.
+    autocast = any(running_dtype(weight) != weight.dtype for weight in module.parameters())
+    if ask.norm in module.norms and (ask.in_forward or not autocast):
+        # In the norm that it was divided by, the constant is known without a second bound. Autocast
+        # runs another function: with the same factors, but weights that it rounds.
         chosen = (choice == module.norms.index(ask.norm)).squeeze(0)
         value = torch.where(chosen, module.coeff, value)
     return Bound(value, f"divided by its {name} bound", tokens=whole.tokens, dims=whole.dims)
@@ -280,7 +297,7 @@ def _(module: Contractive, x: Tensor, cache: Cache, call: Call) -> tuple[Tensor,
     if scales.ndim:
         return step_module(module.module, x, cache, call.key_padding_mask, scales)
     out, cache = step_module(module.module, x, cache, call.key_padding_mask)
-    return out * round_down(scales, out.dtype), cache
+    return multiply_down(out, scales), cache
 
 
 @register_own_token(Contractive, parts=lambda module: {"module": module.module})
@@ -290,5 +307,4 @@ def _(module: Contractive, x: Tensor, tangents: Tensor, call: Call) -> tuple[Ten
         return push_own(module.module, x, tangents, call.key_padding_mask, scales)
     module.check_length(x)
     out, pushed = push_own(module.module, x, tangents, call.key_padding_mask)
-    scale = round_down(scales, out.dtype)
-    return out * scale, pushed * scale
+    return multiply_down(out, scales), multiply_down(pushed, scales)

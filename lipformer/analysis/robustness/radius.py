@@ -16,8 +16,8 @@ from lipformer.analysis.robustness.perturbation import modulus_of
 from lipformer.certificate import Ask
 from lipformer.certificate.rules import kind_of, refuse_hooks
 from lipformer.certificate.torch_rules import chain
-from lipformer.functional.rounding import enlarge
-from lipformer.layers.scaled import Scaled, round_down
+from lipformer.functional.rounding import enlarge, multiply_down
+from lipformer.layers.scaled import Scaled
 
 _DOUBT = 1e-9
 """Part of the largest logit that margins must exceed: for the rounding of a forward pass in float64."""
@@ -229,7 +229,7 @@ def _head_weight(head: nn.Module) -> Tensor | None:
     """The matrix (K, D) of a linear last layer; None for other layers."""
     if isinstance(head, Scaled) and head.factor.numel() == 1:
         inner = _head_weight(head.module)
-        return None if inner is None else inner * round_down(head.factor, inner.dtype)
+        return None if inner is None else multiply_down(inner, head.factor)
     if isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward:
         return head.weight.detach()
     return None

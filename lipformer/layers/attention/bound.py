@@ -11,18 +11,19 @@ import math
 
 import torch
 from einops import rearrange
-from torch import Tensor, nn
+from torch import Tensor
 
 from lipformer.certificate import Ask, Bound, register_bound
 from lipformer.certificate.linear_rules import linf_norm
 from lipformer.functional import l2_gain, row_spread, spectral_norm_bound
-from lipformer.functional.rounding import enlarge
+from lipformer.functional.rounding import enlarge, running
 from lipformer.layers.attention.key_cache import KeyCache
 from lipformer.layers.attention.multihead import L2MultiheadAttention
 from lipformer.layers.branch import Call
 from lipformer.layers.decoding import register_step
-from lipformer.layers.layer import plain_linear, register_bake
-from lipformer.layers.per_head import PerHead, per_head
+from lipformer.layers.layer import linear_of, register_bake
+from lipformer.layers.per_head import Divisor, PerHead, per_head
+from lipformer.layers.spectral import rounding_margin
 
 
 def _norm(weight: Tensor) -> Tensor:
@@ -117,6 +118,11 @@ def linf_bound_kim2021(q: Tensor, v: Tensor, o: Tensor, spreads: Tensor) -> Tens
 
 def length(layer: L2MultiheadAttention, ask: Ask) -> float:
     """The number of keys to certify for: the question's, the layer's, or any (math.inf)."""
+    if ask.in_forward and ask.seq_len is not None and (layer.max_len or math.inf) > ask.seq_len:
+        raise ask.refuse(
+            f"it is divided for seq_len={ask.seq_len}, but lets in longer inputs: max_len={layer.max_len}",
+            f"max_len={ask.seq_len}",
+        )
     if ask.seq_len is not None and layer.max_len is not None and ask.seq_len > layer.max_len:
         raise ask.refuse(
             f"seq_len={ask.seq_len} exceeds the layer's max_len={layer.max_len}",
@@ -186,16 +192,22 @@ def attention_bound(layer: L2MultiheadAttention, ask: Ask, head_scale: Tensor | 
             f"attention dropout of {layer.dropout} is random in training mode",
             "model.eval() before certify, or dropout=0",
         )
-    q = rearrange(layer.q_proj.weight, "(h d) i -> h d i", h=layer.num_heads)
-    m = layer.output_matrix()
-    if head_scale is not None:
-        m = m.double() * head_scale.double()[:, None, None]
+    stored = ask.in_forward and not _narrow(layer)
+    if stored:
+        # Nearly what runs, without a pass over the weights: see _folding_margin.
+        q, m = _by_heads(layer, layer.q_proj.weight), layer.output_matrix()
+        m = m if head_scale is None else m.double() * head_scale.double()[:, None, None]
+    else:
+        q, m = effective_weights(layer, head_scale, cast=not ask.in_forward)
     value: Tensor
     if ask.norm == "linf":
         if layer.positions == "rotary":
             raise ask.refuse("rotations are no isometries in the linf norm", "norm='l2' or 'token'")
         spreads = layer.constants(head_spreads(layer, ask), q.device)
-        value = linf_bound_lean(q, m, spreads) if head_scale is not None else _linf(layer, q, m, spreads)
+        value = linf_bound_lean(q, m, spreads)
+        if head_scale is None and layer.v_proj is not None:
+            # The published bound is the larger one, up to the rounding of the weights that run.
+            value = torch.maximum(value, _linf(layer, q, m, spreads))
     else:
         gains = layer.constants(head_gains(layer, ask), q.device)
         smallest = token_bound_minimum if ask.norm == "token" else joint_bound_minimum
@@ -203,15 +215,58 @@ def attention_bound(layer: L2MultiheadAttention, ask: Ask, head_scale: Tensor | 
         if head_scale is not None:
             gains = gains * head_scale.double()
         value = value + _folding_error(layer) * gains.amax() * q.double().norm()
-    return value
+    if stored:
+        return value * (1.0 + _folding_margin(layer))
+    # Products of norms may leave the range of float64 although no factor is zero.
+    return torch.maximum(value, 1e-300 * ((q != 0).any() & (m != 0).any()).double())
+
+
+def effective_weights(
+    layer: L2MultiheadAttention, head_scale: Tensor | None = None, cast: bool = True
+) -> tuple[Tensor, Tensor]:
+    r""":math:`W_h` and :math:`s_h M_h` (H, d, D) of the function that runs, in float64.
+
+    The layer multiplies by :math:`fl(\sqrt{2t} W)` and :math:`fl(s M / \sqrt{2t})`. Those very tensors,
+    the root taken out again, which the gains do not see and the balance between heads does.
+
+    Args:
+        layer: the attention.
+        head_scale: :math:`s_h` (H,), default 1.
+        cast: as autocast casts them in its region.
+    """
+    root = layer.root()
+    key, read = layer.key_weight(root), layer.read_out_weight(root, head_scale)
+    if cast:
+        key, read = running(key), running(read)
+    if layer._balance is not None:
+        root = layer.constants(layer._balance, root.device)[:, None, None]
+    return _by_heads(layer, key.double()) / root, _by_heads(layer, read.double().mT) * root
+
+
+def _by_heads(layer: L2MultiheadAttention, weight: Tensor) -> Tensor:
+    """(H d, D) as (H, d, D)."""
+    return rearrange(weight, "(h d) i -> h d i", h=layer.num_heads)
+
+
+def _narrow(layer: L2MultiheadAttention) -> bool:
+    """Whether the layer is in half precision, where a margin would cost more than a look at what runs."""
+    return layer._stored().dtype in (torch.float16, torch.bfloat16)
+
+
+def _folding_margin(layer: L2MultiheadAttention) -> float:
+    """Relative growth of the constant by folding roots and factors into the weights and rounding them.
+
+    Of both weights, or of the second alone where the norm of the first is that of what runs.
+    """
+    grown = 1.0 + rounding_margin(layer._stored())[0]
+    return (grown if _narrow(layer) else grown**2) - 1.0
 
 
 def _linf(layer: L2MultiheadAttention, q: Tensor, m: Tensor, spreads: Tensor) -> Tensor:
     """The l_inf bound: the published one for the paper's form, its twin for the lean form."""
     if layer.v_proj is None:
         return linf_bound_lean(q, m, spreads)
-    v = rearrange(layer.v_proj.weight, "(h d) i -> h d i", h=layer.num_heads)
-    return linf_bound_kim2021(q, v, layer.out_proj.weight, spreads)
+    return linf_bound_kim2021(q, _by_heads(layer, layer.v_proj.weight), layer.out_proj.weight, spreads)
 
 
 def _folding_error(layer: L2MultiheadAttention) -> Tensor | float:
@@ -227,14 +282,21 @@ def _folding_error(layer: L2MultiheadAttention) -> Tensor | float:
     return unit * norms * layer.out_proj.weight.double().norm()
 
 
+def _divided_by(layer: L2MultiheadAttention) -> Tensor:
+    """The query-key weight (H d, D) whose norm Contractive divides by."""
+    if _narrow(layer):
+        return effective_weights(layer, cast=False)[0].flatten(0, 1)
+    return layer.q_proj.weight
+
+
 def head_matrices(layer: L2MultiheadAttention, norms: tuple[str, ...]) -> list[Tensor]:
     """The matrices that :func:`contractive_head_bounds` needs the spectral norms of, in these norms.
 
     The query-key weights of the heads (H, d, D) for "token", the same as one matrix (D, D) for "l2" and
     "self", and with either the output matrices as one.
     """
-    q = layer.q_proj.weight
-    found = [rearrange(q, "(h d) i -> h d i", h=layer.num_heads)] if "token" in norms else []
+    q = _divided_by(layer)
+    found = [_by_heads(layer, q)] if "token" in norms else []
     if "l2" in norms or "self" in norms:
         found.append(q)
     return [*found, layer.output_matrix().flatten(0, 1)] if found else []
@@ -242,37 +304,55 @@ def head_matrices(layer: L2MultiheadAttention, norms: tuple[str, ...]) -> list[T
 
 def contractive_head_bounds(
     layer: L2MultiheadAttention, asks: list[Ask], norms: list[Tensor]
-) -> list[Tensor]:
-    """What the heads are divided by to give the layer constant 1: (H,) for each of the questions.
+) -> list[Divisor]:
+    r"""What the heads are divided by to give the layer constant 1, for each of the questions.
+
+    With factors s_h the layer has a constant of at most :math:`(1 + r) \max_h s_h b_h + \delta`, where
+    :math:`\delta` comes from entries that rounding takes below the range of the dtype: in the l2 norm
+    :math:`\delta = \|W\| \max_h G_h \max_h \sqrt{2 t_h}\, a` with r and a of
+    :func:`~lipformer.layers.spectral.rounding_margin`. So what each factor loses is :math:`\delta / b_h`.
+    It matters in float16 alone; the range of other dtypes begins at 1e-38.
 
     Args:
         layer: the attention.
         asks: the questions, one for each norm.
         norms: bounds of the norms of :func:`head_matrices`, and others behind them.
     """
-    bounds = []
+    divisors = []
+    margin = _folding_margin(layer)
+    lossy = layer._stored().dtype == torch.float16
+    least = rounding_margin(layer._stored())[1]
     matrices = len({"heads" if ask.norm == "token" else "q" for ask in asks if ask.norm != "linf"})
     for ask in asks:
         if ask.norm == "linf":
-            q = rearrange(layer.q_proj.weight, "(h d) i -> h d i", h=layer.num_heads)
+            q, m = _by_heads(layer, _divided_by(layer)), layer.output_matrix()
             spreads = layer.constants(head_spreads(layer, ask), q.device)
-            bounds.append(_linf(layer, q, layer.output_matrix(), spreads).expand(layer.num_heads))
+            bound = _linf(layer, q, m, spreads).expand(layer.num_heads)
+            lost = None
+            if lossy:
+                # Rows of D = H d entries, each off by least / D.
+                rounded = layer.root().double().expand_as(q) * (least / layer.embed_dim)
+                lost = linf_bound_lean(q, rounded, spreads) / bound
+            divisors.append(Divisor(bound, margin, lost))
             continue
         left = norms[0].square().sum().sqrt() if ask.norm == "token" else norms[matrices - 1]
         right = norms[matrices] if layer.v_proj is None else norms[matrices] + _folding_error(layer)
         # The factor covers the rounding of these products, and of a float64 product that formed m.
         gains = tuple(gain * (1.0 + 4e-12) for gain in head_gains(layer, ask))
-        bounds.append(left * right * layer.constants(gains, left.device))
-    return bounds
+        heads = layer.constants(gains, left.device)
+        lost = heads.amax() * layer.root().amax() * least / (heads * right) if lossy else None
+        divisors.append(Divisor(left * right * heads, margin, lost))
+    return divisors
 
 
 @register_bound(L2MultiheadAttention)
 def _(layer: L2MultiheadAttention, ask: Ask) -> Bound:
-    root = layer._root()
+    layer.check_projections(ask.refuse)
+    root = layer.root()
     if ask.readable(root) and not bool(((root > 0) & torch.isfinite(root)).all()):
         raise ask.refuse(
             f"its temperatures leave the range of {root.dtype}: {layer.log_temperature}",
-            "log_temperature between -80 and 80",
+            "log_temperature between -170 and 170",
         )
     return Bound(attention_bound(layer, ask), theorem(layer, ask.norm))
 
@@ -281,21 +361,19 @@ def _(layer: L2MultiheadAttention, ask: Ask) -> Bound:
 def bake_attention(
     layer: L2MultiheadAttention, head_scale: Tensor | None = None
 ) -> L2MultiheadAttention:
-    """The layer in the lean form with plain weights, the factors in its output weights."""
+    """The layer in the lean form with plain weights: those that it runs with, factors among them.
+
+    The temperatures are in the weights, which leaves 1/2, a number that no dtype rounds.
+    """
     layer = copy.deepcopy(layer)
-    matrix = layer.output_matrix()
-    if head_scale is not None:
-        matrix = matrix * head_scale[:, None, None].to(matrix.dtype)
-    out = plain_linear(layer.out_proj)
-    out.weight.copy_(rearrange(matrix, "h d o -> o (h d)"))
-    if out.bias is not None and head_scale is not None:
-        out.bias.mul_(head_scale.mean().to(out.bias.dtype))
-    if layer.log_temperature is None:
-        start = out.weight.new_full((layer.num_heads,), layer.head_dim**-0.5).log()
-        layer.log_temperature = nn.Parameter(start)
-    layer.q_proj, layer.out_proj, layer.v_proj = plain_linear(layer.q_proj), out, None
-    layer.proj_coeff = None
-    return layer
+    root = layer.root()
+    key = linear_of(layer.key_weight(root), layer.key_bias(root))
+    out = linear_of(layer.read_out_weight(root, head_scale), layer.read_out_bias(head_scale))
+    if layer._balance is None:
+        layer._balance = tuple(root.flatten().tolist())
+    layer.log_temperature, layer._fixed_temperature = None, 0.5
+    layer.q_proj, layer.out_proj, layer.v_proj = key, out, None
+    return layer.train(layer.training)
 
 
 per_head.register(L2MultiheadAttention)(

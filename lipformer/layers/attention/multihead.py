@@ -11,8 +11,10 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from lipformer.certificate.rules import Refuse, refuse_hooks
 from lipformer.functional import l2_attention, l2_attention_step, l2_attention_weights
 from lipformer.functional.attention.checks import check_window
+from lipformer.functional.rounding import without_subnormals
 from lipformer.layers import layout
 from lipformer.layers.attention import masks
 from lipformer.layers.attention.key_cache import KeyCache, extend
@@ -29,7 +31,9 @@ def check_arguments(
     num_heads: int,
     *,
     dropout: float,
+    batch_first: bool,
     causal: bool | None,
+    any_mask: bool,
     window: int | None,
     positions: str | None,
     max_len: int | None,
@@ -46,6 +50,9 @@ def check_arguments(
         )
     if not 0.0 <= dropout < 1.0:
         raise ValueError(f"dropout must be in [0, 1), got {dropout!r}")
+    for name, flag in (("batch_first", batch_first), ("any_mask", any_mask)):
+        if not isinstance(flag, bool):
+            raise ValueError(f"{name} must be True or False, got {flag!r}")
     if causal is not None and not isinstance(causal, bool):
         raise ValueError(f"causal must be True, False or None, got {causal!r}")
     if positions not in POSITIONS:
@@ -54,7 +61,7 @@ def check_arguments(
         raise ValueError(f"positions='alibi' needs causal=True, got causal={causal}")
     if slopes is not None and positions != "alibi":
         raise ValueError(f"slopes need positions='alibi', got positions={positions!r}")
-    if max_len is not None and not (isinstance(max_len, int) and max_len >= 1):
+    if max_len is not None and (type(max_len) is bool or not isinstance(max_len, int) or max_len < 1):
         raise ValueError(f"max_len must be None or an integer >= 1, got {max_len!r}")
     if window is not None and causal is not True:
         raise ValueError(f"window={window} needs causal=True, got causal={causal}")
@@ -64,18 +71,31 @@ def check_arguments(
         raise ValueError(f"positions='rotary' needs an even head width, got {head_dim}")
 
 
+# What a layer may be told later, and check_arguments then checks again; the first two stay.
+_SETTINGS = (
+    "embed_dim", "num_heads", "dropout", "batch_first", "causal", "any_mask", "window", "positions",
+    "max_len", "slopes",
+)  # fmt: skip
+
+
 class Keys(NamedTuple):
     """The keys of a pass and what made them.
 
     Attributes:
         y: scaled keys sqrt(2 t) x W (B, H, N, d), with rotary positions rotated.
+        weight: their weight (H d, D), sqrt(2 t) times that of q_proj.
         angles: of the rotations, or None.
         root: sqrt(2 t_h), (H, 1, 1).
     """
 
     y: Tensor
+    weight: Tensor
     angles: tuple[Tensor, Tensor] | None
     root: Tensor
+
+
+def _refuse(reason: str, instead: str) -> Exception:
+    return TypeError(f"L2MultiheadAttention cannot run: {reason}; use {instead}")
 
 
 class _NoFastPath:
@@ -160,7 +180,9 @@ class L2MultiheadAttention(Layer):
             embed_dim,
             num_heads,
             dropout=dropout,
+            batch_first=batch_first,
             causal=causal,
+            any_mask=any_mask,
             window=window,
             positions=positions,
             max_len=max_len,
@@ -169,7 +191,6 @@ class L2MultiheadAttention(Layer):
         head_dim = embed_dim // num_heads
         self.embed_dim = embed_dim
         self.num_heads = num_heads
-        self.head_dim = head_dim
         self.dropout = dropout
         self.batch_first = batch_first
         self.causal = causal
@@ -177,7 +198,6 @@ class L2MultiheadAttention(Layer):
         self.window = window
         self.positions = positions
         self.max_len = max_len
-        self.proj_coeff = proj_coeff
 
         place: dict[str, Any] = {"device": device, "dtype": dtype}
 
@@ -192,13 +212,54 @@ class L2MultiheadAttention(Layer):
         self.v_proj = linear(False) if value_proj else None
         self.out_proj = linear(bias)
         self.log_temperature = None if value_proj else nn.Parameter(torch.empty(num_heads, **place))
-        self.slopes: tuple[float, ...] | None = None
-        if positions == "alibi":
-            self.slopes = exact_slopes(
-                default_slopes(num_heads) if slopes is None else slopes, num_heads
-            )
+        self._fixed_temperature = head_dim**-0.5
+        self._balance: tuple[float, ...] | None = None
         self.constants = Constants()
+        if positions == "alibi":
+            slopes = exact_slopes(default_slopes(num_heads) if slopes is None else slopes, num_heads)
+        self.slopes: tuple[float, ...] | None = slopes  # type: ignore[assignment]
         self.reset_parameters()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Settings are read when the layer runs and when it is certified: those changed later must fit
+        # together too. The slopes are the last that the constructor sets.
+        if name in _SETTINGS and "slopes" in self.__dict__:
+            given = {key: self.__dict__[key] for key in _SETTINGS}
+            if name in _SETTINGS[:2] and value != given[name]:
+                raise ValueError(f"{name} is {given[name]} by the shape of the weights, got {value!r}")
+            given[name] = value
+            check_arguments(**given)
+            if (given["positions"] == "alibi") != (given["slopes"] is not None):
+                raise ValueError(
+                    "positions='alibi' and its slopes are given to the constructor together, got "
+                    f"positions={given['positions']!r}, slopes={given['slopes']}"
+                )
+            value = exact_slopes(value, self.num_heads) if name == "slopes" and value else value
+        super().__setattr__(name, value)
+
+    @property
+    def head_dim(self) -> int:
+        """d."""
+        return self.embed_dim // self.num_heads
+
+    @property
+    def proj_coeff(self) -> float | None:
+        """The bound of the projections' norms, or None."""
+        return self.q_proj.coeff if isinstance(self.q_proj, SpectralLinear) else None
+
+    def check_projections(self, refuse: Refuse = _refuse) -> None:
+        """Raises for projections that are more than the weight and bias that the layer reads of them."""
+        for name in ("q_proj", "v_proj", "out_proj"):
+            linear = getattr(self, name)
+            if linear is None:
+                continue
+            if type(linear).forward is not nn.Linear.forward:
+                raise refuse(
+                    f"its {name} is {type(linear).__name__}, whose forward is not that of nn.Linear; the "
+                    "layer reads the weight and bias alone and would ignore the rest",
+                    "nn.Linear, whose weight may have torch parametrizations",
+                )
+            refuse_hooks(linear, lambda reason, use, name=name: refuse(f"{name}: {reason}", use))  # type: ignore[misc]
 
     def reset_parameters(self) -> None:
         """Initial weights.
@@ -224,9 +285,9 @@ class L2MultiheadAttention(Layer):
 
     @property
     def temperature(self) -> float | Tensor:
-        """t: 1/sqrt(d) in the paper's form, learned (H, 1, 1) in the lean form."""
+        """t: 1/sqrt(d) in the paper's form, learned (H, 1, 1) in the lean form, 1/2 once baked."""
         if self.log_temperature is None:
-            return self.head_dim**-0.5
+            return self._fixed_temperature
         return self.log_temperature.exp()[:, None, None]
 
     def output_matrix(self) -> Tensor:
@@ -362,32 +423,67 @@ class L2MultiheadAttention(Layer):
     def _stored(self) -> Tensor:
         """A weight as stored, for its dtype: each look at a bounded one computes the bound."""
         raw = self.q_proj._parameters.get("weight")
-        return self.q_proj.get_parameter("parametrizations.weight.original") if raw is None else raw
+        if raw is not None:
+            return raw
+        self.check_projections()
+        return self.q_proj.get_parameter("parametrizations.weight.original")
 
     def _slopes(self, y: Tensor) -> Tensor | None:
         """The ALiBi slopes (H,)."""
         return None if self.slopes is None else self.constants(self.slopes, y.device, torch.float32)
 
-    def _root(self) -> Tensor:
-        """sqrt(2 t_h), (H, 1, 1): folded into the weights, so that it costs nothing per token."""
+    def root(self) -> Tensor:
+        """sqrt(2 t_h), (H, 1, 1), in at least float32.
+
+        It is folded into the weights, so that it costs nothing per token, and each is rounded once.
+        """
+        wide = torch.promote_types(self._stored().dtype, torch.float32)
         if self.log_temperature is not None:
-            return (2.0 * self.log_temperature.exp()).sqrt()[:, None, None]
-        root = math.sqrt(2.0 * self.head_dim**-0.5)
-        return self._stored().new_full((self.num_heads, 1, 1), root)
+            return (0.5 * (self.log_temperature.to(wide) + math.log(2.0))).exp()[:, None, None]
+        root = math.sqrt(2.0 * self._fixed_temperature)
+        return self._stored().new_full((self.num_heads, 1, 1), root, dtype=wide)
+
+    def key_weight(self, root: Tensor) -> Tensor:
+        """What maps tokens to scaled keys, (H d, D) in the layer's dtype; ``root`` as from root()."""
+        self.check_projections()
+        weight = self.q_proj.weight
+        return (weight.unflatten(0, (self.num_heads, -1)) * root).to(weight.dtype).flatten(0, 1)
+
+    def key_bias(self, root: Tensor) -> Tensor | None:
+        """The bias (H d,) of scaled keys, or None."""
+        bias: Tensor | None = self.q_proj.bias
+        if bias is None:
+            return None
+        return (bias.unflatten(0, (self.num_heads, -1)) * root.squeeze(-1)).to(bias.dtype).flatten()
+
+    def read_out_weight(self, root: Tensor, head_scale: Tensor | None = None) -> Tensor:
+        """What maps heads of scaled keys, side by side, to the output, (D, H d) in the layer's dtype."""
+        # (D, H, d): the lean form's stored weight seen by heads, which costs no copy.
+        matrix, factor = self.output_matrix().movedim(-1, 0), root.squeeze(-1).reciprocal()
+        wide = torch.promote_types(matrix.dtype, torch.float32)
+        if head_scale is not None:
+            factor = without_subnormals(factor * head_scale[:, None], wide)
+        weight = (matrix * factor.to(wide)).flatten(1)
+        return weight.to(self._stored().dtype, memory_format=torch.contiguous_format).contiguous()
+
+    def read_out_bias(self, head_scale: Tensor | None = None) -> Tensor | None:
+        """The bias (D,) of the output, or None."""
+        bias: Tensor | None = self.out_proj.bias
+        if bias is None or head_scale is None:
+            return bias
+        wide = torch.promote_types(bias.dtype, torch.float32)
+        return (bias.to(wide) * head_scale.mean()).to(bias.dtype)
 
     def _keys(self, x: Tensor, offset: int) -> Keys:
         """Scaled keys sqrt(2 t) x W, rotated by rotary positions."""
-        root = self._root()
-        bias: Tensor | None = self.q_proj.bias
-        if bias is not None:
-            bias = (bias.unflatten(0, (self.num_heads, -1)) * root.squeeze(-1)).flatten()
-        weight = self.q_proj.weight.unflatten(0, (self.num_heads, -1)) * root
-        y = F.linear(x, weight.flatten(0, 1), bias)
+        root = self.root()
+        weight = self.key_weight(root)
+        y = F.linear(x, weight, self.key_bias(root))
         y = rearrange(y, "b n (h d) -> b h n d", h=self.num_heads)
         if self.positions != "rotary":
-            return Keys(y, None, root)
+            return Keys(y, weight, None, root)
         angles = rotary_angles(x.shape[1], self.head_dim, offset, x.device)
-        return Keys(rotate(y, *angles), angles, root)
+        return Keys(rotate(y, *angles), weight, angles, root)
 
     def _attend(self, y: Tensor, mask: masks.Mask, padding: Tensor | None) -> Tensor:
         return l2_attention(
@@ -403,21 +499,13 @@ class L2MultiheadAttention(Layer):
 
     def _output(self, heads: Tensor, keys: Keys, head_scale: Tensor | None = None) -> Tensor:
         """Heads (B, H, N, d) of scaled keys to the output (B, N, D)."""
-        bias: Tensor | None = self.out_proj.bias
-        if bias is not None and head_scale is not None:
-            bias = bias * head_scale.mean()
-        return F.linear(*self._read_out(heads, keys, head_scale), bias)
+        return F.linear(*self._read_out(heads, keys, head_scale), self.read_out_bias(head_scale))
 
     def _read_out(self, heads: Tensor, keys: Keys, head_scale: Tensor | None) -> tuple[Tensor, Tensor]:
         """The heads side by side (B, N, H d), and the weight (D, H d) that maps them to the output."""
         if keys.angles is not None:
             heads = rotate(heads, *keys.angles, back=True)
-        # (D, H, d): the lean form's stored weight seen by heads, which costs no copy.
-        matrix = self.output_matrix().movedim(-1, 0)
-        factor = keys.root.reciprocal()
-        if head_scale is not None:
-            factor = factor * head_scale[:, None, None]
-        weight = (matrix * factor.squeeze(-1).to(matrix.dtype)).flatten(1).to(self._stored().dtype)
+        weight = self.read_out_weight(keys.root, head_scale)
         return rearrange(heads, "b h n d -> b n (h d)"), weight
 
     def _batched(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:

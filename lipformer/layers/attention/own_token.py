@@ -130,8 +130,7 @@ def push_attention(
     rows = own_rows(keys.y, window=layer.window, slopes=layer._slopes(keys.y), padding=padding)
     out = layer._output(rows.heads.to(x.dtype), keys, call.head_scale)
     # The linear part of _keys; that of _output is what it does without a bias.
-    root = keys.root.expand(-1, layer.head_dim, -1).flatten(0, 1)
-    moved = F.linear(tangents, layer.q_proj.weight * root)
+    moved = F.linear(tangents, keys.weight)
     moved = rearrange(moved, "r b n (h d) -> r b h n d", h=layer.num_heads)
     if keys.angles is not None:
         moved = rotate(moved, *keys.angles)
