@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -10,8 +11,9 @@ import torch.nn.utils.parametrize as parametrize
 from torch import Tensor, nn
 
 from lipformer.certificate.bounds import Ask, Bound, register_bound
+from lipformer.certificate.rules import Rules, refuse_hooks
 from lipformer.functional import spectral_norm_bound
-from lipformer.functional.rounding import enlarge
+from lipformer.functional.rounding import enlarge, running, running_dtype
 
 
 def spectral(weight: Tensor) -> Tensor:
@@ -29,8 +31,17 @@ def linf_norm(weight: Tensor) -> Tensor:
     return enlarge(rows.amax(-1) if weight.shape[-2] else rows.sum(-1), weight.shape[-1])
 
 
+def as_run(weight: Tensor, ask: Ask) -> Tensor:
+    """A weight as products take it: inside autocast rounded, but for what is divided in a forward pass.
+
+    Factors are the same inside and outside of autocast, so that it changes nothing but rounding.
+    """
+    return weight if ask.in_forward else running(weight)
+
+
 def linear_bound(weight: Tensor, ask: Ask) -> Bound:
     """A token-wise linear map: ||W|| in the l2, token and self norms, ||W||_inf in linf."""
+    weight = as_run(weight, ask)
     if ask.norm == "linf":
         return Bound(linf_norm(weight), "largest absolute row sum")
     return Bound(ask.spectral_norm(weight), "spectral norm")
@@ -39,20 +50,35 @@ def linear_bound(weight: Tensor, ask: Ask) -> Bound:
 @register_bound(nn.Linear)
 def _(module: nn.Linear, ask: Ask) -> Bound:
     coeff = None if ask.norm == "linf" else known_coefficient(module)
-    return (
-        linear_bound(module.weight, ask) if coeff is None else Bound(coeff, "spectrally bounded weight")
-    )
+    if coeff is None or (not ask.in_forward and any(map(_cast, module.parameters()))):
+        return linear_bound(module.weight, ask)
+    return Bound(coeff, "spectrally bounded weight")
+
+
+def _cast(weight: Tensor) -> bool:
+    """Whether products take another weight than the stored one."""
+    return running_dtype(weight) != weight.dtype
+
+
+coefficients: Rules[Callable[[nn.Module], float]] = Rules("coefficient", "coefficients.register")
+"""What a parametrization that is the last of a weight guarantees for its norm."""
+
+
+class _NotKnown(Exception):
+    pass
 
 
 def known_coefficient(module: nn.Module) -> float | None:
-    """The norm that a parametrization of the weight guarantees, if it names one.
-
-    A parametrization that does so has the attribute ``certified_coeff`` and is the last in its list.
-    """
+    """The norm that a parametrization of the weight guarantees, None if it is to be measured."""
     if not parametrize.is_parametrized(module, "weight"):
         return None
-    last = cast(nn.ModuleList, cast(nn.ModuleDict, module.parametrizations)["weight"])[-1]
-    return getattr(last, "certified_coeff", None)
+    chain = cast(nn.ModuleList, cast(nn.ModuleDict, module.parametrizations)["weight"])
+    try:
+        refuse_hooks(chain, _NotKnown)
+        rule = coefficients.find(chain[-1], _NotKnown)
+    except _NotKnown:
+        return None
+    return None if rule is None else rule(chain[-1])
 
 
 def conv_bound(
@@ -115,7 +141,8 @@ def _conv_rule(module: nn.Conv1d | nn.Conv2d, ask: Ask) -> Bound:
             f"padding={module.padding!r} repeats pixels",
             "padding_mode='zeros', or circular padding with stride 1 that keeps the size",
         )
-    value = conv_bound(module.weight, module.groups, module.stride, module.dilation, ask.norm)
+    weight = as_run(module.weight, ask)
+    value = conv_bound(weight, module.groups, module.stride, module.dilation, ask.norm)
     return Bound(value, "norms of the kernel's taps", tokens=None, dims=ask.dims)
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.utils.parametrize as parametrize
 from torch import Tensor, nn
 
+from lipformer.certificate.linear_rules import coefficients
 from lipformer.certificate.rules import Rules, kind_of
 from lipformer.layers.decoding import Cache, step_module
 
@@ -61,20 +62,26 @@ def _baked(module: nn.Module, done: dict[nn.Module, nn.Module]) -> nn.Module:
     rule = _rules.find(module, refuse)
     if rule is not None:
         return rule(module)
-    if parametrize.is_parametrized(module):
-        for name, chain in list(cast(nn.ModuleDict, module.parametrizations).items()):
-            if hasattr(cast(nn.ModuleList, chain)[-1], "certified_coeff"):
-                # Copies share the class that torch made for the original; removing the property
-                # from it would take the weight away from all of them.
-                cls = type(module)
-                module.__class__ = type(cls.__name__, cls.__bases__, dict(cls.__dict__))
-                parametrize.remove_parametrizations(module, name, leave_parametrized=True)
+    make_plain(module, lambda last: coefficients.find(last, refuse) is not None)
     for name, child in list(module._modules.items()):
         if child is not None and name != "parametrizations":
             module._modules[name] = bake_in_place(child, done)
     if isinstance(module, Layer):
         module.refresh()
     return module
+
+
+def make_plain(module: nn.Module, applies: Callable[[nn.Module], bool] = lambda last: True) -> None:
+    """Puts parametrized weights in place as they are now, those with a last part that it applies to."""
+    if not parametrize.is_parametrized(module):
+        return
+    for name, chain in list(cast(nn.ModuleDict, module.parametrizations).items()):
+        if applies(cast(nn.ModuleList, chain)[-1]):
+            # Copies share the class that torch made for the original; removing the property from it
+            # would take the weight away from all of them.
+            cls = type(module)
+            module.__class__ = type(cls.__name__, cls.__bases__, dict(cls.__dict__))
+            parametrize.remove_parametrizations(module, name, leave_parametrized=True)
 
 
 class Layer(nn.Module):

@@ -13,7 +13,7 @@ import torch.nn.utils.parametrize as parametrize
 from torch import Tensor, nn
 
 from lipformer.certificate import conv_bound
-from lipformer.certificate.linear_rules import repeats_pixels
+from lipformer.certificate.linear_rules import coefficients, repeats_pixels
 from lipformer.functional import spectral_norm_bound
 from lipformer.functional.rounding import subnormal, without_subnormals
 from lipformer.layers.freezing import Freezable
@@ -121,6 +121,9 @@ class SpectralBound(Freezable):
         return f"coeff={self.certified_coeff}, mode={self.mode!r}"
 
 
+coefficients.register(SpectralBound)(lambda bound: bound.certified_coeff)
+
+
 def _conv_norm(module: nn.Conv1d | nn.Conv2d, weight: Tensor) -> Tensor:
     """A bound of the convolution with this kernel, by the settings that the module has now."""
     if repeats_pixels(module):
@@ -208,8 +211,15 @@ class SpectralLinear(nn.Linear, Layer):
 
     @property
     def coeff(self) -> float:
-        """c."""
-        return cast(SpectralBound, self.get_submodule("parametrizations.weight.0")).certified_coeff
+        """c; set anew, it holds from the next forward pass on."""
+        return self._bound().certified_coeff
+
+    @coeff.setter
+    def coeff(self, coeff: float) -> None:
+        self._bound().certified_coeff = coeff
+
+    def _bound(self) -> SpectralBound:
+        return cast(SpectralBound, self.get_submodule("parametrizations.weight.0"))
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -101,7 +101,9 @@ def test_a_weight_of_entries_below_the_range_of_float16() -> None:
 @pytest.mark.parametrize("options", [{"padding": 1}, {"stride": 2}, {"groups": 2}], ids=str)
 def test_bounded_convolutions(options: dict[str, int], dtype: torch.dtype) -> None:
     for coeff in SIZES[::3]:
-        conv = lf.spectral_bound(nn.Conv1d(4, 4, 3, bias=False, **options), coeff=coeff, mode="normalize")
+        conv = lf.spectral_bound(
+            nn.Conv1d(4, 4, 3, bias=False, **options), coeff=coeff, mode="normalize"
+        )
         for raw in raw_weights(4, 12 // conv.groups, dtype).values():
             conv.to(dtype).weight = raw.unflatten(1, (-1, 3))
             if coeff <= rounding_margin(conv.parametrizations.weight.original)[1]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
 
 import lipformer as lf
 from lipformer.analysis import (
@@ -93,6 +94,27 @@ def test_radius_of_a_low_precision_model_is_that_of_its_weights() -> None:
         assert radius[i] <= true
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(lf.NotCertifiable, match="autocast"):
         certified_radius(model.float(), x, label)
+
+
+def test_parametrized_weights_are_widened_not_derived_again() -> None:
+    layer = parametrizations.weight_norm(nn.Linear(8, 8, bias=False)).bfloat16()
+    with torch.no_grad():
+        layer.parametrizations.weight.original0.mul_(1.7)
+    x = torch.randn(2, 8)
+    y, _ = perturbation_bound(layer, x.double(), 0.1)
+    torch.testing.assert_close(y, x.double() @ layer.weight.detach().double().mT)
+
+
+def test_a_bounded_weight_that_something_else_changes_is_measured() -> None:
+    class Loud(lf.layers.spectral.SpectralBound):
+        def scaled(self, weight: Tensor, factor: Tensor) -> Tensor:
+            return 10 * super().scaled(weight, factor)
+
+    hooked_bound, loud = lf.SpectralLinear(4, 4), nn.Linear(4, 4)
+    hooked_bound.parametrizations.weight.register_forward_hook(lambda module, args, out: 10 * out)
+    parametrize.register_parametrization(loud, "weight", Loud())
+    for layer in (hooked_bound, loud):
+        assert lf.certify(layer).bound >= 0.99 * torch.linalg.matrix_norm(layer.weight, 2).item() > 1.5
 
 
 def test_maps_have_the_weights_that_run() -> None:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from lipformer.analysis.inputs import refuse_autocast
 from lipformer.certificate import NotCertifiable
-from lipformer.certificate.linear_rules import known_coefficient
+from lipformer.certificate.linear_rules import coefficients, known_coefficient
 from lipformer.certificate.rules import kind_of
-from lipformer.layers.layer import bake_in_place
+from lipformer.layers.layer import bake_in_place, make_plain
 
 
 class _Bounded(nn.Module):
@@ -20,10 +20,13 @@ class _Bounded(nn.Module):
 
     def __init__(self, coeff: float) -> None:
         super().__init__()
-        self.certified_coeff = coeff
+        self.coeff = coeff
 
     def forward(self, weight: Tensor) -> Tensor:
         return weight
+
+
+coefficients.register(_Bounded)(lambda bounded: bounded.coeff)
 
 
 @torch.no_grad()
@@ -43,11 +46,14 @@ def effective(module: nn.Module) -> nn.Module:
     made = copy.deepcopy(module)
     try:
         done = {part: bounded for part in made.modules() if (bounded := _bounded(part)) is not None}
-        return bake_in_place(made, done).double()
+        baked = bake_in_place(made, done)
     except TypeError as error:
         raise NotCertifiable(
             "", kind_of(module), str(error), "layers that lipformer.bake knows"
         ) from error
+    for part in baked.modules():
+        make_plain(part, lambda last: not isinstance(last, _Bounded))
+    return baked.double()
 
 
 def _bounded(part: nn.Module) -> nn.Module | None:

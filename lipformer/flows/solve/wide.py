@@ -21,12 +21,54 @@ DISTURBANCE = 2.0**-49
 
 # Operations that round nothing: what they give is disturbed when it is used.
 _MOVES = frozenset(
-    """__get__ __getitem__ cat chunk clone contiguous detach dim expand expand_as flatten flip
-    is_floating_point masked_fill movedim new_empty new_full new_ones new_tensor new_zeros numel ones_like
-    permute relu repeat reshape roll select size split squeeze stack stride t transpose tril triu unbind
-    unflatten unsqueeze view view_as where zeros_like""".split()
+    [
+        "__get__",
+        "__getitem__",
+        "cat",
+        "chunk",
+        "clone",
+        "contiguous",
+        "detach",
+        "dim",
+        "expand",
+        "expand_as",
+        "flatten",
+        "flip",
+        "is_floating_point",
+        "masked_fill",
+        "movedim",
+        "new_empty",
+        "new_full",
+        "new_ones",
+        "new_tensor",
+        "new_zeros",
+        "numel",
+        "ones_like",
+        "permute",
+        "relu",
+        "repeat",
+        "reshape",
+        "roll",
+        "select",
+        "size",
+        "split",
+        "squeeze",
+        "stack",
+        "stride",
+        "t",
+        "transpose",
+        "tril",
+        "triu",
+        "unbind",
+        "unflatten",
+        "unsqueeze",
+        "view",
+        "view_as",
+        "where",
+        "zeros_like",
+    ]
 )
-_CASTS = frozenset("to type_as float double half bfloat16 type".split())
+_CASTS = frozenset(["to", "type_as", "float", "double", "half", "bfloat16", "type"])
 
 
 class NotWide(TypeError):
