@@ -1,4 +1,4 @@
-"""Kills a process that saves in a loop, at random moments, and looks at what it left; for test_crashes.
+"""Kills a process at random moments of saving, and looks at what it left; run by test_crashes.
 
     python -m tests.training.kills DIRECTORY KIND KILLS SEED
 
@@ -25,10 +25,11 @@ import torch
 import torch.nn.functional as F
 
 from lipformer.models import VARIANTS, LanguageModel, LanguageModelConfig
-from training.checkpoints import model_weights, read_checkpoint, write_checkpoint
 from training.optimisers import adamw
 
+# training.checkpoints is imported where it is used: with Lightning it takes longer than some kills.
 SYMBOLS = 20
+Tell = Callable[[str, int], object]
 SHAPE: dict[str, Any] = {"dim": 32, "num_heads": 2, "num_layers": 1}
 
 
@@ -42,6 +43,8 @@ class Run:
         self.rate = torch.optim.lr_scheduler.LambdaLR(self.optimiser, lambda step: 0.999**step)
         self.step = 0
         if checkpoint is not None:
+            from training.checkpoints import model_weights
+
             assert checkpoint["lipformer"]["config"] == self.model.config.to_dict()
             self.model.load_state_dict(model_weights(checkpoint))
             self.optimiser.load_state_dict(checkpoint["optimizer_states"])
@@ -65,6 +68,7 @@ class Run:
             "optimizer_states": self.optimiser.state_dict(),
             "lr_schedulers": self.rate.state_dict(),
             "global_step": self.step,
+            "ballast": torch.arange(100_000) + self.step,  # takes time to write
         }
 
 
@@ -77,15 +81,17 @@ def equal(a: Any, b: Any) -> bool:
     return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
-def train(path: Path, write: Callable[[Any, Path], None], told: Callable[[int], None]) -> None:
+def train(path: Path, write: Callable[[Any, Path], None], tell: Tell) -> None:
     """Goes on from the checkpoint for ever."""
+    from training.checkpoints import read_checkpoint
+
     run = Run(read_checkpoint(path))
-    told(run.step)
+    tell("done", run.step)
     while True:
         run.advance()
-        for _ in range(4):  # so that most of the time is spent in saving
-            write(run.checkpoint(), path)
-        told(run.step)
+        tell("begun", run.step)
+        write(run.checkpoint(), path)
+        tell("done", run.step)
 
 
 @cache
@@ -111,31 +117,40 @@ def number_of(model: LanguageModel) -> int:
     return number
 
 
-def export(folder: Path, told: Callable[[int], None]) -> None:
+def export(folder: Path, tell: Tell) -> None:
     """Saves the next models for ever."""
     number = number_of(LanguageModel.from_pretrained(folder))
-    told(number)
+    tell("done", number)
     while True:
         number += 1
+        tell("begun", number)
         numbered(number).save_pretrained(folder)
-        told(number)
+        tell("done", number)
 
 
-def killed_after(seconds: float, work: Callable[[Callable[[int], None]], None]) -> int:
-    """Runs work in a child, kills it some time after its first number, and gives the last it told."""
+def killed_in_save(share: float, work: Callable[[Tell], None]) -> int:
+    """Kills a child in its second save and gives the number of the last that it had done.
+
+    Args:
+        share: when, as a share of the time that its first save took: machines are slow at times.
+        work: tells when a save is begun or done, and at first which one it goes on from.
+    """
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
-        work(lambda number: os.write(writer, b"%d " % number) and None)
+        work(lambda word, number: os.write(writer, f"{word} {number}\n".encode()))
     os.close(writer)
-    told = os.read(reader, 65536)
-    time.sleep(seconds)
-    os.kill(child, signal.SIGKILL)
-    _, status = os.waitpid(child, 0)
-    assert os.WTERMSIG(status) == signal.SIGKILL, "it ended by itself"
-    told += b"".join(iter(lambda: os.read(reader, 65536), b""))
-    os.close(reader)
-    return int(told.split()[-1])
+    with os.fdopen(reader) as file:
+        told, times = [], []
+        for _ in range(4):  # done, begun, done, begun
+            told.append(file.readline())
+            times.append(time.monotonic())
+        time.sleep(share * (times[2] - times[1]))
+        os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        assert os.WTERMSIG(status) == signal.SIGKILL, "it ended by itself"
+        told += file.readlines()
+    return int([line for line in told if line.startswith("done")][-1].split()[1])
 
 
 def main(directory: str, kind: str, kills: str, seed: str) -> int:
@@ -143,16 +158,18 @@ def main(directory: str, kind: str, kills: str, seed: str) -> int:
     folder, chance = Path(directory), random.Random(int(seed))
     path = folder / "last.ckpt"
     kept: list[dict[str, Any]] = []
+    if kind != "pretrained":
+        from training.checkpoints import read_checkpoint, write_checkpoint
     if kind == "pretrained":
         numbered(0).save_pretrained(folder)
     else:
         write_checkpoint(Run(None).checkpoint(), path)
     names = {entry.name for entry in folder.iterdir()}
 
-    def work(told: Callable[[int], None]) -> None:
+    def work(tell: Tell) -> None:
         if kind == "pretrained":
-            export(folder, told)
-        train(path, write_checkpoint if kind == "checkpoint" else torch.save, told)
+            export(folder, tell)
+        train(path, write_checkpoint if kind == "checkpoint" else torch.save, tell)
 
     def found() -> int:
         if kind == "pretrained":
@@ -162,7 +179,7 @@ def main(directory: str, kind: str, kills: str, seed: str) -> int:
 
     number = inside = lost = 0
     for _ in range(int(kills)):
-        before = killed_after(chance.uniform(0.0, 0.05), work)
+        before = killed_in_save(chance.uniform(0.0, 1.2), work)
         try:
             number = found()
             lost += number not in (before, before + 1)

@@ -1,4 +1,4 @@
-"""Kills, a full disk and two runs at once: no checkpoint is lost or half-written, and runs go on exactly."""
+"""Kills, a full disk, two runs at once: no checkpoint is lost or half-written, runs go on exactly."""
 
 from __future__ import annotations
 
@@ -39,18 +39,22 @@ def kill(folder: Path, kind: str, kills: int) -> dict[str, int]:
     return json.loads(found.stdout)
 
 
+def test_a_few_kills_lose_no_saved_model(tmp_path: Path) -> None:
+    assert kill(tmp_path, "pretrained", 5)["lost"] == 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["checkpoint", "pretrained"])
 def test_two_hundred_kills_lose_nothing(tmp_path: Path, kind: str) -> None:
     report = kill(tmp_path, kind, 200)
     print(kind, report)
     assert report["lost"] == 0
-    assert report["inside"] >= 40, "kills that came while a file was being written"
+    assert report["inside"] >= 50, "kills that came while a file was being written"
 
 
 @pytest.mark.slow
 def test_kills_would_show_what_is_written_in_place(tmp_path: Path) -> None:
-    assert kill(tmp_path, "plain", 60)["lost"] > 0
+    assert kill(tmp_path, "plain", 30)["lost"] > 0
 
 
 @contextmanager
@@ -110,7 +114,7 @@ def test_writers_of_one_file_leave_one_of_theirs_whole(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_run_that_is_killed_again_and_again_ends_as_one_that_is_not(tmp_path: Path) -> None:
     """SIGKILL to the real command, which saves each step; then two whole runs at once beside it."""
-    corpus, steps, kills = write_corpus(tmp_path / "corpus", lines=400), 240, 4
+    corpus, steps, kills = write_corpus(tmp_path / "corpus", lines=400), 120, 3
     command = [
         *(sys.executable, "-m", "training", "fit", "--config", "recipes/quickstart.yaml"),
         *("--data.source", "dir", "--data.path", str(corpus), "--data.block", "16"),
@@ -134,20 +138,20 @@ def test_a_run_that_is_killed_again_and_again_ends_as_one_that_is_not(tmp_path: 
     for number in range(kills):
         process = start(resume)
         last = folder(number) / "checkpoints" / "last.ckpt"
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         while not last.is_file():
             assert process.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        time.sleep(chance.uniform(0.0, 0.4))
+        time.sleep(chance.uniform(0.0, 0.3))
         process.kill()
         assert process.wait() == -signal.SIGKILL
         step, before = read_checkpoint(last)["global_step"], step
         assert before < step < steps
         resume = ["--ckpt_path", str(last)]
-    assert start(resume).wait(120) == 0
+    assert start(resume).wait(300) == 0
     both = [start([]), start([])]
-    assert [process.wait(240) for process in both] == [0, 0]
+    assert [process.wait(300) for process in both] == [0, 0]
     resumed, *whole = (
         read_checkpoint(folder(number) / "checkpoints" / "last.ckpt")
         for number in range(kills, kills + 3)
