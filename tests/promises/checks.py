@@ -16,6 +16,7 @@ import lipformer as lf
 from lipformer import analysis
 from lipformer.layers.scaled import FirstOutput
 from tests.promises import oracle, trees
+from tests.promises.draw import draw
 from tests.promises.trees import Case, Node
 
 NORMS = ("l2", "token", "self", "linf")
@@ -121,7 +122,7 @@ def asked(name: str, outcome: Outcome, ask: Callable[[], object]) -> object:
 
 
 def structured(case: Case) -> Tensor:
-    """Samples of known extremes side by side on the batch axis, in float64, exact in the case's dtype."""
+    """Samples of known extremes along the batch axis, in float64, exact in the case's dtype."""
     rng = random.Random(case.seed)
     total = math.prod(case.shape)
     samples = [
@@ -476,10 +477,10 @@ def shrink(case: Case, failure: Failure, budget: int = 300) -> tuple[Case, Failu
 
 def report(seed: int, outcome: Outcome) -> str:
     """What a developer needs: the seed, the tree shrunk, what was planted, how far it is off."""
-    case, failure = shrink(trees.draw(seed), outcome.failure)
+    case, failure = shrink(draw(seed), outcome.failure)
     return (
-        f"seed {seed}: {outcome.failure}\n  shrunk: {failure}\n  planted: {trees.planted(case) or 'nothing'}"
-        f"\n  checks.examine(trees.{case!r})"
+        f"seed {seed}: {outcome.failure}\n  shrunk: {failure}\n"
+        f"  planted: {trees.planted(case) or 'nothing'}\n  checks.examine(trees.{case!r})"
     )
 
 
@@ -495,7 +496,7 @@ def examine_seeds(seeds: range) -> None:
     broken: list[tuple[int, Outcome]] = []
     drawn = bounded = running = 0
     for seed in seeds:
-        case = trees.draw(seed)
+        case = draw(seed)
         outcome = examine(case)
         if outcome.failure is not None:
             broken.append((seed, outcome))

@@ -71,7 +71,7 @@ class Tape:
 
     Attributes:
         held: all tensors that depend on the input, in the order in which they appeared.
-        steps: function, arguments with :class:`Slot` in the place of such tensors, whether with gradients.
+        steps: function, arguments with a :class:`Slot` for each such tensor, whether with gradients.
         replays: False once a value was read, since then another input may take another way.
     """
 
@@ -122,8 +122,8 @@ READS = {
 class ExactActivations(TorchFunctionMode):
     """Whatever depends on the input is held in float64 and claims the dtype it would have.
 
-    A claim is the attribute ``claim`` of a tensor; weights have none and are computed with as ever. Where
-    the two meet, the weight is widened, which is exact.
+    A claim is the attribute ``claim`` of a tensor; weights have none and are computed with as ever.
+    Where the two meet, the weight is widened, which is exact.
     """
 
     def __init__(self, tape: Tape) -> None:

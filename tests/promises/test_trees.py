@@ -1,7 +1,7 @@
 """Every function that returns a bound, over random trees of modules: it refuses, or the bound holds.
 
-A failure prints seeds, and shrunk cases which can be pasted: ``checks.examine(trees.Case(...))``. One seed:
-``checks.examine(trees.draw(seed))``. The second half of the slow trees is in test_more_trees.py, so that
+A failure prints seeds, and shrunk cases which can be pasted: ``checks.examine(trees.Case(...))``. One
+seed: ``checks.examine(draw(seed))``. The second half of the slow trees is in test_more_trees.py, so that
 two workers share them.
 """
 
