@@ -65,16 +65,12 @@ class Draw:
         for _ in range(self.rng.randint(1, 1 + min(depth, 3))):
             part, shape = self.part(shape, depth - 1, keep)
             parts.append(part)
-            if (
-                part[0] not in ("seq",)
-                and shape == start
-                and self.rng.random() < 0.06
-                and len(parts) == 1
-            ):
-                # One module in two places.
+            if shape == start and len(parts) == 1 and self.rng.random() < 0.12:
+                # One module in two places, perhaps with another module around it in one of them.
                 self.shares += 1
-                parts[0] = part = (part[0], {**part[1], "share": self.shares}, part[2])
-                parts.append(part)
+                shared = (part[0], {**part[1], "share": self.shares}, part[2])
+                wrapped = len(shape) == 2 and self.rng.random() < 0.5
+                parts = [shared, self.wrap(shared, shape) if wrapped else shared]
         if keep and shape != start:
             parts.append(self.linear(shape, start[-1]))
         return ("seq", {}, parts), (start if keep else shape)
