@@ -71,7 +71,7 @@ class Tape:
 
     Attributes:
         held: all tensors that depend on the input, in the order in which they appeared.
-        steps: function, arguments with :class:`Slot` in the place of such tensors, whether with gradients.
+        steps: function, arguments with a :class:`Slot` for each such tensor, whether with gradients.
         replays: False once a value was read, since then another input may take another way.
     """
 
@@ -122,8 +122,8 @@ READS = {
 class ExactActivations(TorchFunctionMode):
     """Whatever depends on the input is held in float64 and claims the dtype it would have.
 
-    A claim is the attribute ``claim`` of a tensor; weights have none and are computed with as ever. Where
-    the two meet, the weight is widened, which is exact.
+    A claim is the attribute ``claim`` of a tensor; weights have none and are computed with as ever.
+    Where the two meet, the weight is widened, which is exact.
     """
 
     def __init__(self, tape: Tape) -> None:
@@ -364,6 +364,13 @@ def gain(jacobian: Tensor, norm: str, width_out: int, width_in: int) -> Tensor |
     return scaled(jacobian, measure[norm])
 
 
+def unit(rows: Tensor) -> Tensor:
+    """Rows (K, n) of length one; those that are nearly or not at all numbers become zero."""
+    top = rows.abs().amax(1, keepdim=True)
+    rows = torch.where((top > 1e-290) & top.isfinite(), rows / top, 0.0)
+    return rows / torch.linalg.vector_norm(rows, dim=1, keepdim=True).clamp_min(1.0)
+
+
 def ascended(
     fn: Callable[[Tensor], Tensor], x: Tensor, axis: int, jacobian: Tensor, steps: int
 ) -> Tensor:
@@ -382,9 +389,7 @@ def ascended(
         (grad,) = torch.autograd.grad((pull * v).sum(), x, allow_unused=True)
         if grad is None or not bool(torch.isfinite(grad).all()):
             return x.detach()
-        grad = grad.movedim(axis, 0).flatten(1)
-        move = grad / torch.linalg.vector_norm(grad, dim=1, keepdim=True).clamp_min(1e-300)
-        move = move * (0.3 / (1 + step)) * size[:, None]
+        move = unit(grad.movedim(axis, 0).flatten(1)) * (0.3 / (1 + step)) * size[:, None]
         x = x.detach() + move.reshape(shape).movedim(0, axis)
     return x
 
@@ -396,11 +401,9 @@ def farthest(
     with torch.no_grad():
         base = fn(x)
     best = torch.zeros(len(x), dtype=torch.float64)
-    lead = (-1,) + (1,) * (x.ndim - 1)
 
     def on_sphere(move: Tensor) -> Tensor:
-        size = torch.linalg.vector_norm(move.flatten(1), dim=1).clamp_min(1e-300)
-        return move * (delta / size * (1 - 1e-12)).reshape(lead)
+        return (unit(move.flatten(1)) * delta[:, None] * (1 - 1e-12)).reshape(x.shape)
 
     for _ in range(starts):
         move = on_sphere(torch.randn_like(x))

@@ -11,6 +11,7 @@ from torch import nn
 import lipformer as lf
 from lipformer.models.self_attention import DotProductSelfAttention
 from tests.promises import checks, oracle, trees
+from tests.promises.draw import draw
 
 LOW = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
 
@@ -18,7 +19,7 @@ LOW = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
 @pytest.mark.parametrize("seed", range(0, 60, 20))
 def test_in_float64_the_effective_function_is_the_module(seed: int) -> None:
     checked = 0
-    for case in map(trees.draw, range(seed, seed + 20)):
+    for case in map(draw, range(seed, seed + 20)):
         with contextlib.suppress(*checks.REFUSALS, IndexError), checks.inside(case):
             module = trees.build(case.tree, "float64")
             x = checks.structured(case)
@@ -42,10 +43,16 @@ def layers() -> dict[str, nn.Module]:
         "alibi": attention,
         "rotary": lf.L2MultiheadAttention(4, 2, batch_first=True, positions="rotary"),
         "contractive": lf.Contractive(nn.Sequential(nn.Linear(4, 4), nn.GELU(), lf.MaxMin()), norm="l2"),
-        "contractive attention": lf.Contractive(lf.L2MultiheadAttention(4, 2, batch_first=True), seq_len=5),
-        "norms": nn.Sequential(nn.LayerNorm(4), nn.RMSNorm(4, eps=1e-3), lf.CenterNorm(4), lf.BallProjection(1.0)),
+        "contractive attention": lf.Contractive(
+            lf.L2MultiheadAttention(4, 2, batch_first=True), seq_len=5
+        ),
+        "norms": nn.Sequential(
+            nn.LayerNorm(4), nn.RMSNorm(4, eps=1e-3), lf.CenterNorm(4), lf.BallProjection(1.0)
+        ),
         "shift": lf.ConvexResidual(lf.TokenShift(4)),
-        "convolution": nn.Sequential(lf.spectral_bound(nn.Conv1d(5, 5, 3, padding=1)), nn.BatchNorm1d(5)),
+        "convolution": nn.Sequential(
+            lf.spectral_bound(nn.Conv1d(5, 5, 3, padding=1)), nn.BatchNorm1d(5)
+        ),
         "dot product": lf.Residual(DotProductSelfAttention(4, 2, logit_coeff=1.0)),
         "torch's attention": nn.MultiheadAttention(4, 2, batch_first=True),
     }  # fmt: skip
