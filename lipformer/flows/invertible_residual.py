@@ -108,7 +108,6 @@ class InvertibleResidual(Freezable):
                 )
         norm = "self" if mode == "causal" else norm
         self.branch: nn.Module = Contractive(branch, coeff, norm=norm, seq_len=seq_len)
-        self.coeff = float(coeff)
         self.mode = mode
         if log_det == "causal":
             check_causal(branch)
@@ -118,10 +117,18 @@ class InvertibleResidual(Freezable):
         self.accelerate = accelerate
         self.record: Record | None = None
         self.log_det_record: LogDet | None = None
-        self._baked_norm: str | None = None
+        self._baked: tuple[float, str] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "record": None, "log_det_record": None}
+
+    @property
+    def coeff(self) -> float:
+        """c as the branch has it now: one for branch, solver and log-determinants. Read-only."""
+        if isinstance(self.branch, Contractive):
+            return self.branch.coeff
+        assert self._baked is not None
+        return self._baked[0]
 
     def norm_in_use(self) -> str:
         """The norm that the branch contracts in: "l2", "token", "linf", or "self" in mode "causal"."""
@@ -130,8 +137,8 @@ class InvertibleResidual(Freezable):
     def _norm_index(self) -> Tensor:
         if isinstance(self.branch, Contractive):
             return torch.tensor(NORMS.index(self.branch.norm_in_use()))
-        assert self._baked_norm is not None
-        return torch.tensor(NORMS.index(self._baked_norm))
+        assert self._baked is not None
+        return torch.tensor(NORMS.index(self._baked[1]))
 
     def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """x + f(x), (B, T, D) -> (B, T, D); ``key_padding_mask`` (B, T) is True at padded tokens."""
@@ -348,8 +355,8 @@ def _(module: InvertibleResidual, ask: Ask) -> Bound:
 
 @register_bake(InvertibleResidual)
 def _(module: InvertibleResidual) -> nn.Module:
-    # The baked branch no longer knows its norm, which the inverse needs.
-    module._baked_norm = module.norm_in_use()
+    # The baked branch no longer knows its constant and norm, which the inverse needs.
+    module._baked = module.coeff, module.norm_in_use()
     training = module.branch.training
     module.branch = bake_in_place(module.branch)
     module.branch.training = training  # it decides how log-determinants are found

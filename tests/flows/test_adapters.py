@@ -372,6 +372,89 @@ def test_a_pair_of_other_weights_is_not_used() -> None:
     torch.testing.assert_close(transform.log_abs_det_jacobian(x, y), now)
 
 
+@pytest.mark.parametrize("adapt", [to_torch_transform, to_pyro])
+def test_a_cached_pair_is_of_the_present_weights(adapt: Callable[..., Any]) -> None:
+    """Also when all norms stay: a sign is turned, two weights are exchanged."""
+    module = ActNorm(D).eval()
+    with torch.no_grad():
+        module.shift.copy_(torch.arange(1.0, D + 1.0))
+    cached = adapt(module).with_cache(1)
+    x = torch.randn(2, T, D)
+    for change in (lambda: module.shift.neg_(), lambda: module.shift.copy_(module.shift.flip(0))):
+        for key in ("noise", "data"):
+            before = cached(x) if key == "noise" else cached.inv(x)
+            assert (cached(x) if key == "noise" else cached.inv(x)) is before
+            with torch.no_grad():
+                change()
+            after = cached(x) if key == "noise" else cached.inv(x)
+            torch.testing.assert_close(after, module.inverse(x) if key == "noise" else module(x))
+            assert (after - before).abs().max() > 0.5
+    y = cached(x)
+    with torch.no_grad():
+        x += 1.0
+    torch.testing.assert_close(cached(x), y + 1.0)
+    # A log-determinant of other weights of the same norms.
+    flow = block("norm")
+    for transform in (adapt(flow, method="exact"), adapt(flow, method="exact").with_cache(1)):
+        noise = transform.inv(x)
+        with torch.no_grad():
+            flow.branch.module.out_proj.weight[0].neg_()
+        expected = -flow.forward_and_log_det(x, method="exact")[1]
+        torch.testing.assert_close(transform.log_abs_det_jacobian(noise, x), expected)
+
+
+def test_a_cache_saves_the_solve_and_the_log_determinant() -> None:
+    module = Counted(D).eval()
+    cached = to_torch_transform(module).with_cache(1)
+    density = TransformedDistribution(normal(), [cached])
+    y = cached(torch.randn(3, T, D))
+    cached.inv(y)
+    assert (module.forwards, module.inverses) == (0, 1)
+    x = torch.randn(3, T, D)
+    density.log_prob(x)
+    density.log_prob(x)
+    assert module.forwards == 1
+
+
+def ambiguous(n: int) -> tuple[Tensor, str]:
+    shapes = rf"got \({n}, {D}\): give \(1, {n}, {D}\).*\({n}, 1, {D}\)"
+    return torch.randn(n, D), shapes
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_samples_without_tokens_are_not_read_as_one_event(host: str) -> None:
+    """Issue 12: 64 samples (B, D) got the log-determinant of one event of 64 tokens."""
+    module = InvertibleResidual(lf.FeedForward(D, 8), 0.9)
+    x, shapes = ambiguous(64)
+    # Torch compares with the base's events itself, unless zuko was imported.
+    with pytest.raises(ValueError, match=rf"{shapes}|\[64, {D}\].*\[{T}, {D}\]"):
+        HOSTS[host](module).log_prob(x)
+
+
+@pytest.mark.parametrize("adapt", [to_normflows, to_nflows])
+def test_hosts_of_batches_take_no_single_event(adapt: Callable[..., Any]) -> None:
+    x, shapes = ambiguous(T)
+    for call in (adapt(block()), adapt(block()).inverse):
+        with pytest.raises(ValueError, match=shapes):
+            call(x)
+    with pytest.raises(ValueError, match=shapes):
+        to_freia(block(), [(T, D)])((x,), jac=False)
+
+
+@pytest.mark.parametrize("host", ["Torch", "Pyro", "Zuko"])
+def test_a_base_of_events_may_draw_one(host: str) -> None:
+    """Its draw has the shape of an event; so has its density where the block says how many tokens."""
+    for module in (block(), ActNorm(D).eval()):
+        density = HOSTS[host](module).density
+        one = density.sample()
+        assert one.shape == (T, D)
+        if isinstance(module, ActNorm):
+            with pytest.raises(ValueError, match=r"give \(1, 5, 4\)"):
+                density.log_prob(one)
+        else:
+            torch.testing.assert_close(density.log_prob(one), density.log_prob(one[None])[0])
+
+
 def test_what_is_refused() -> None:
     x = torch.randn(2, T, D)
     conditioned: list[Callable[[], object]] = [

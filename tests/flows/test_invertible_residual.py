@@ -261,6 +261,43 @@ def test_coefficients_without_an_inverse_are_refused(coeff: float) -> None:
         lf.InvertibleResidual(lf.FeedForward(D, 16), coeff)
 
 
+def test_the_solver_has_the_coefficient_of_the_branch() -> None:
+    """Issue 12: set on the block alone, it was the rate of the solver but not of the branch."""
+    made = block("feed-forward", 0.9)
+    with pytest.raises(AttributeError, match="coeff"):
+        made.coeff = 0.1
+    made.branch.coeff = 0.5
+    assert made.coeff == 0.5
+    assert lf.certify(made.branch, norm=made.norm_in_use()).bound <= 0.5
+    baked = lf.bake(made)
+    assert baked.coeff == lf.bake(baked).coeff == 0.5
+    y = torch.randn(2, 5, D)
+    torch.testing.assert_close(baked.inverse(y), made.inverse(y), rtol=1e-5, atol=1e-5)
+
+
+def test_a_length_that_is_taken_away_later_still_holds() -> None:
+    """Issue 12: longer inputs than the branch was divided for must not pass."""
+    made = lf.InvertibleResidual(lf.L2MultiheadAttention(D, 2, batch_first=True), seq_len=2)
+    made.branch.module.max_len = None
+    y = torch.randn(2, 3, D)
+    for call in (made, made.inverse, made.forward_and_log_det):
+        with pytest.raises(ValueError, match="2"):
+            call(y)
+
+
+def test_large_bounds_under_float16_autocast_stay_invertible() -> None:
+    """Issue 12: a subnormal factor was rounded up, and b(x) / x came to -0.002 with coeff 0.9."""
+    parts = [nn.Linear(1, 1, bias=False) for _ in range(2)]
+    for part, weight in zip(parts, (2050.0, -2050.0), strict=True):
+        nn.init.constant_(part.weight, weight)
+    made = lf.InvertibleResidual(nn.Sequential(*parts), 0.9)
+    x = torch.tensor([2.0**-10, 2.0**-9, 2.0**-7])[:, None, None]
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.float16):
+        ratio = made(x) / x
+    # But for the rounding of the products themselves, to float16.
+    assert bool((ratio >= 0.1 - 0.9 * 2.0**-10).all()), ratio
+
+
 REFUSED: dict[str, Callable[[], object]] = {
     "dot-product": lambda: lf.InvertibleResidual(
         nn.MultiheadAttention(D, 2, batch_first=True), seq_len=8

@@ -28,6 +28,15 @@ class Options:
     max_iter: int | None = None
 
 
+def two_readings(x: Tensor) -> str:
+    """What is wrong with a tensor (N, D) that has no batch: it may be one event, or N samples."""
+    n, dim = x.shape
+    return (
+        f"events have shape (*, T, D), got {(n, dim)}: give (1, {n}, {dim}) for one event of {n} "
+        f"tokens, ({n}, 1, {dim}) for {n} events of one token"
+    )
+
+
 class Adapted:
     """What the hosts' classes share: they hold a block, for events of any leading batch shape.
 

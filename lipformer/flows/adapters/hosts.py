@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lipformer.flows.adapters.directions import Adapted, Options
+from lipformer.flows.adapters.directions import Adapted, Options, two_readings
 from lipformer.flows.adapters.torch_transform import BlockTransform, NoiseToData
 
 
@@ -36,10 +36,10 @@ def _normflows() -> type[nn.Module]:
         """A normflows Flow: forward is latent to data."""
 
         def forward(self, z: Tensor) -> tuple[Tensor, Tensor]:
-            return self.data_and_log_det(z)
+            return self.data_and_log_det(_batch(z))
 
         def inverse(self, z: Tensor) -> tuple[Tensor, Tensor]:
-            return self.noise_and_log_det(z)
+            return self.noise_and_log_det(_batch(z))
 
     return NormflowsBlock
 
@@ -52,11 +52,11 @@ def _nflows() -> type[nn.Module]:
 
         def forward(self, inputs: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
             _refuse_condition(context)
-            return self.noise_and_log_det(inputs)
+            return self.noise_and_log_det(_batch(inputs))
 
         def inverse(self, inputs: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
             _refuse_condition(context)
-            return self.data_and_log_det(inputs)
+            return self.data_and_log_det(_batch(inputs))
 
     return NflowsBlock
 
@@ -88,7 +88,7 @@ def _freia() -> type[nn.Module]:
             jac: bool = True,
         ) -> tuple[tuple[Tensor], Tensor]:
             _refuse_condition(c)
-            (x,) = x_or_z
+            (x,) = map(_batch, x_or_z)
             if jac:
                 out, log_det = (self.data_and_log_det if rev else self.noise_and_log_det)(x)
                 return (out,), log_det
@@ -146,6 +146,13 @@ def __getattr__(name: str) -> Any:
     if name in _MAKERS:
         return _class(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _batch(x: Tensor) -> Tensor:
+    """x; raises unless it is a batch of events, which is all that these hosts know."""
+    if x.ndim == 2:
+        raise ValueError(two_readings(x))
+    return x
 
 
 def _refuse_condition(condition: object) -> None:

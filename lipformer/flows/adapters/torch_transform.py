@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributions import Transform, constraints
 
-from lipformer.flows.adapters.directions import Adapted, Options
+from lipformer.flows.adapters.directions import Adapted, Options, two_readings
+
+
+class _Pair(NamedTuple):
+    """Noise, its data, log|det d data / d noise| if known, and what they depend on."""
+
+    noise: Tensor
+    data: Tensor
+    log_det: Tensor | None
+    moment: tuple[list[bool], list[Tensor]]
 
 
 class NoiseToData(Adapted):
@@ -16,7 +25,8 @@ class NoiseToData(Adapted):
 
     The density needs data to noise: it gives noise and log-determinant in one pass, which is kept, so
     that log_abs_det_jacobian does not run the block again. It is used for the same tensors, unchanged,
-    with the same weights and grad mode, once: else the block runs again.
+    with the same weights and modes, once: else the block runs again. With a cache (``cache_size=1``)
+    the last pair is kept by the same rule, in both directions, and used as often as asked for.
     """
 
     domain = constraints.independent(constraints.real, 2)
@@ -24,46 +34,89 @@ class NoiseToData(Adapted):
     bijective = True
     sign = None  # of several coordinates there is none
 
-    _kept: tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]] | None = None
+    _kept: _Pair | None = None
+    _cache_size: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Noise (*, T, D) to data (*, T, D)."""
+        kept = self._current()
+        if self._cache_size and kept is not None and kept.noise is x:
+            return kept.data
+        data = self._call(x)
+        if self._cache_size:
+            self._kept = _Pair(x, data, None, self._moment(x, data))
+        return data
+
+    def _inv_call(self, y: Tensor) -> Tensor:
+        kept = self._current()
+        if self._cache_size and kept is not None and kept.data is y:
+            return kept.noise
+        return self._inverse(y)
 
     def _call(self, x: Tensor) -> Tensor:
         return self.data_of(x)
 
     def _inverse(self, y: Tensor) -> Tensor:
-        noise, log_det = self.noise_and_log_det(y)
-        self._kept = (noise, y, -log_det, self._moment(y))
+        noise, log_det = self.noise_and_log_det(self._checked(y))
+        self._kept = _Pair(noise, y, -log_det, self._moment(noise, y))
         return noise
 
     def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:
         """log|det dy/dx| (*), x being noise and y data of shape (*, T, D)."""
-        kept, self._kept = self._kept, None
-        if kept is not None and kept[0] is x and kept[1] is y:
-            now = zip(kept[3], self._moment(y), strict=True)
-            if all(torch.equal(before, after) for before, after in now):
-                return kept[2]
+        kept = self._current()
+        if not self._cache_size:
+            self._kept = None
+        if kept is not None and kept.noise is x and kept.data is y and kept.log_det is not None:
+            return kept.log_det
         # The log-determinant is a function of the data: no inverse is needed.
-        return -self.noise_and_log_det(y)[1]
+        return -self.noise_and_log_det(self._checked(y))[1]
 
-    def _moment(self, y: Tensor) -> tuple[Tensor, ...]:
-        """What a pair depends on besides its tensors' identity, by value."""
-        tensors = (*self.block.parameters(), *self.block.buffers())
-        sizes = [t.detach().double().norm() for t in tensors]
-        grad = torch.tensor(torch.is_grad_enabled())
-        return grad, y.detach().clone(), torch.stack(sizes) if sizes else grad
+    def _current(self) -> _Pair | None:
+        """The pair that was kept, if nothing has changed since."""
+        kept = self._kept
+        if kept is None:
+            return None
+        modes, tensors = self._moment(kept.noise, kept.data)
+        before_modes, before = kept.moment
+        same = modes == before_modes and len(tensors) == len(before)
+        return kept if same and all(map(_equal, tensors, before)) else None
+
+    def _moment(self, noise: Tensor, data: Tensor) -> tuple[list[bool], list[Tensor]]:
+        """What a pair depends on: modes, and copies of weights, buffers and of the pair itself."""
+        tensors = (noise, data, *self.block.parameters(), *self.block.buffers())
+        modes = [torch.is_grad_enabled(), *(part.training for part in self.block.modules())]
+        return modes, [t.detach().clone() for t in tensors]
+
+    def _checked(self, data: Tensor) -> Tensor:
+        """Data; without a batch it must be an event of as many tokens as the block was built for.
+
+        Noise without a batch is what a base draws, an event by its shape. But data (N, D) may be N
+        samples as well as one event.
+        """
+        if data.ndim == 2 and data.shape[0] not in _lengths(self.block):
+            raise ValueError(two_readings(data))
+        return data
 
     def with_cache(self, cache_size: int = 1) -> Any:
-        """The same transform with torch's own cache of the last pair."""
-        if cache_size == self._cache_size:  # type: ignore[attr-defined]  # of torch's Transform
+        """The same transform with a cache of the last pair, or without."""
+        if cache_size == self._cache_size:
             return self
         return type(self)(self.block, self.options, cache_size=cache_size)
 
     def __getstate__(self) -> dict[str, Any]:
         # Tensors of the last pass have a graph, which cannot be copied.
         parent: Any = super()
-        state = {**parent.__getstate__(), "_kept": None}
-        if "_cached_x_y" in state:
-            state["_cached_x_y"] = None, None
-        return state
+        return {**parent.__getstate__(), "_kept": None}
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and one.device == other.device and torch.equal(one, other)
+
+
+def _lengths(block: nn.Module) -> set[int]:
+    """The numbers of tokens that the parts of a block were built for."""
+    found = (getattr(part, "seq_len", None) for part in block.modules())
+    return {length for length in found if length is not None}
 
 
 class BlockTransform(NoiseToData, Transform):  # type: ignore[misc]  # torch's are of wider types

@@ -92,8 +92,8 @@ def solve_causal(
     if promise and converged:
         noise = rounding_of(lambda x: branch(x, everyone), y, solution, images, 1).norm(dim=-1)
     error = enlarge((residual + noise) / (1.0 - rate), y.shape[-1])
-    most = (size.amax(1) if tokens else size.sum(1) for size in (residual, error))
-    record = Record(evaluations, *most, converged, allowed_error(y, tol), error)
+    largest, promised = (size.amax(1) if tokens else size.sum(1) for size in (residual, error))
+    record = Record(evaluations, largest, promised, converged, allowed_error(y, tol), error)
     if not converged:
         raise NotConverged(record, max_iter)
     return solution, record

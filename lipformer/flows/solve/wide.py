@@ -20,55 +20,14 @@ from torch import Tensor
 DISTURBANCE = 2.0**-49
 
 # Operations that round nothing: what they give is disturbed when it is used.
-_MOVES = frozenset(
-    [
-        "__get__",
-        "__getitem__",
-        "cat",
-        "chunk",
-        "clone",
-        "contiguous",
-        "detach",
-        "dim",
-        "expand",
-        "expand_as",
-        "flatten",
-        "flip",
-        "is_floating_point",
-        "masked_fill",
-        "movedim",
-        "new_empty",
-        "new_full",
-        "new_ones",
-        "new_tensor",
-        "new_zeros",
-        "numel",
-        "ones_like",
-        "permute",
-        "relu",
-        "repeat",
-        "reshape",
-        "roll",
-        "select",
-        "size",
-        "split",
-        "squeeze",
-        "stack",
-        "stride",
-        "t",
-        "transpose",
-        "tril",
-        "triu",
-        "unbind",
-        "unflatten",
-        "unsqueeze",
-        "view",
-        "view_as",
-        "where",
-        "zeros_like",
-    ]
-)
-_CASTS = frozenset(["to", "type_as", "float", "double", "half", "bfloat16", "type"])
+_MOVES = """
+    __get__ __getitem__ cat chunk clone contiguous detach dim expand expand_as flatten flip
+    is_floating_point masked_fill movedim new_empty new_full new_ones new_zeros numel ones_like permute
+    relu repeat reshape roll select size split squeeze stack stride t transpose tril triu unbind unflatten
+    unsqueeze view view_as where zeros_like
+"""
+_CASTS = "to type_as float double half bfloat16 type"
+_moves, _casts = frozenset(_MOVES.split()), frozenset(_CASTS.split())
 
 
 class NotWide(TypeError):
@@ -133,12 +92,12 @@ class Wide(Tensor):
         like = _first((*args, *kwargs.values()))
         assert like is not None
         with torch._C.DisableTorchFunctionSubclass():
-            if name in _CASTS:
+            if name in _casts:
                 return _cast(func, like, args, kwargs)
             written = kwargs.get("out", args[0] if _writes(name) else None)
             if written is not None and not isinstance(written, Wide):
                 raise NotWide(f"{name} would round float64 tokens into a tensor that is given")
-            exact = name in _MOVES
+            exact = name in _moves
 
             def operand(value: Any) -> Any:
                 if isinstance(value, Tensor):
