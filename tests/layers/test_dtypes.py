@@ -101,7 +101,9 @@ def test_a_weight_of_entries_below_the_range_of_float16() -> None:
 @pytest.mark.parametrize("options", [{"padding": 1}, {"stride": 2}, {"groups": 2}], ids=str)
 def test_bounded_convolutions(options: dict[str, int], dtype: torch.dtype) -> None:
     for coeff in SIZES[::3]:
-        conv = lf.spectral_bound(nn.Conv1d(4, 4, 3, bias=False, **options), coeff=coeff, mode="normalize")
+        conv = lf.spectral_bound(
+            nn.Conv1d(4, 4, 3, bias=False, **options), coeff=coeff, mode="normalize"
+        )
         for raw in raw_weights(4, 12 // conv.groups, dtype).values():
             conv.to(dtype).weight = raw.unflatten(1, (-1, 3))
             if coeff <= rounding_margin(conv.parametrizations.weight.original)[1]:
@@ -234,6 +236,17 @@ def test_a_bound_is_not_zero_where_no_weight_is() -> None:
     with torch.no_grad():
         inner.out_proj.weight.zero_()
     assert lf.certify(inner).bound == 0.0
+
+
+@each_dtype
+def test_output_weights_of_zero(dtype: torch.dtype) -> None:
+    """Nothing is rounded there, so that the bias keeps the coefficient."""
+    inner = attention(dtype, 1.0)
+    inner.out_proj.weight.data.zero_()
+    layer = lf.Contractive(inner, 0.9)
+    assert layer.scales().tolist() == pytest.approx([0.9, 0.9], rel=0.2)
+    layer(torch.randn(1, N, D, dtype=dtype)).sum().backward()
+    assert all(bool(torch.isfinite(p.grad).all()) for p in layer.parameters())
 
 
 def test_a_half_precision_copy_has_a_certificate_of_its_own() -> None:
