@@ -260,11 +260,7 @@ class L2MultiheadAttention(Layer):
                     "the layer reads the weight and bias alone and would ignore the rest",
                     plain,
                 )
-            refuse_hooks(
-                linear,
-                lambda reason, use, name=name: refuse(f"{name}: {reason}", use),
-                plain,  # type: ignore[misc]
-            )
+            refuse_hooks(linear, lambda reason, use: refuse(f"{name}: {reason}", use), plain)  # noqa: B023
 
     def reset_parameters(self) -> None:
         """Initial weights.
