@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import struct
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import lipformer as lf
 from lipformer.functional import debug_checks
@@ -110,3 +113,111 @@ OTHERS: dict[str, Callable[[], object]] = {
 def test_other_layers(message: str) -> None:
     with pytest.raises((ValueError, lf.NotCertifiable), match=message):
         OTHERS[message]()
+
+
+LATER_SETTINGS: list[tuple[dict[str, Any], str, Any, str]] = [
+    ({}, "causal", 1, "causal must be True, False or None, got 1"),
+    ({"causal": True, "window": 3}, "causal", False, "window=3 needs causal=True, got causal=False"),
+    ({}, "window", 3, "window=3 needs causal=True, got causal=None"),
+    ({}, "max_len", 2.5, "max_len must be None or an integer >= 1, got 2.5"),
+    ({}, "dropout", 1.5, r"dropout must be in \[0, 1\), got 1.5"),
+    ({}, "batch_first", 1, "batch_first must be True or False, got 1"),
+    ({}, "any_mask", None, "any_mask must be True or False, got None"),
+    ({"causal": True}, "positions", "alibi", "positions='alibi' and its slopes are given to the constr"),
+    (ALIBI, "positions", None, "slopes need positions='alibi', got positions=None"),
+    (ALIBI, "slopes", None, "positions='alibi' and its slopes .* slopes=None"),
+    (ALIBI, "slopes", (1.0, -1.0), r"slopes must be 2 positive numbers, got \(1.0, -1.0\)"),
+    ({}, "num_heads", 4, "num_heads is 2 by the shape of the weights, got 4"),
+]
+
+
+@pytest.mark.parametrize(("options", "name", "value", "message"), LATER_SETTINGS)
+def test_settings_changed_later_are_checked(
+    options: dict[str, Any], name: str, value: Any, message: str
+) -> None:
+    layer = attention(**options)
+    with pytest.raises(ValueError, match=message):
+        setattr(layer, name, value)
+    assert lf.certify(layer, seq_len=N).bound == lf.certify(copy.deepcopy(layer), seq_len=N).bound
+
+
+def test_settings_changed_later_are_seen() -> None:
+    layer = attention(causal=False)
+    before = lf.certify(layer, seq_len=N).bound
+    layer.causal = True
+    assert lf.certify(layer, seq_len=N).bound != before
+    slopes = attention(**ALIBI)
+    slopes.slopes = [0.1, 2.0]
+    assert slopes.slopes == (struct.unpack("f", struct.pack("f", 0.1))[0], 2.0)
+    divided = lf.Contractive(nn.Linear(D, D))
+    divided.coeff = 0.3
+    assert lf.certify(divided).bound == 0.3
+    shift = lf.TokenShift(D)
+    for module, name in ((divided, "norm"), (lf.SpectralLinear(2, 2), "coeff"), (shift, "batch_first")):
+        with pytest.raises(AttributeError, match=name):
+            setattr(module, name, None)
+
+
+@pytest.mark.parametrize("around", [lf.Contractive, lf.InvertibleResidual])
+def test_attention_that_forgets_the_length_it_was_divided_for(around: Any) -> None:
+    inner = attention()
+    block = around(inner, seq_len=2)
+    assert block(X[:, :2]).shape == (3, 2, D)
+    inner.max_len = None
+    with pytest.raises(
+        lf.NotCertifiable, match=r"divided for seq_len=2, it takes longer inputs \(max_l"
+    ):
+        block(X)
+    chain = lf.Contractive(nn.Sequential(nn.Linear(D, D), attention()), seq_len=2)
+    chain.module[1] = attention()
+    with pytest.raises(lf.NotCertifiable, match="takes longer inputs"):
+        chain(X)
+
+
+class Adapter(nn.Linear):
+    """A linear layer with an addition of low rank, as adapters for fine-tuning have it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + x.sum(-1, keepdim=True)
+
+
+def _adapted(linear: nn.Linear) -> nn.Linear:
+    return Adapter(D, D)
+
+
+def _pruned(linear: nn.Linear) -> nn.Linear:
+    return prune.l1_unstructured(linear, "weight", 5)
+
+
+def _old_weight_norm(linear: nn.Linear) -> nn.Linear:
+    with pytest.warns(FutureWarning):
+        return nn.utils.weight_norm(linear)
+
+
+def _replaced(linear: nn.Linear) -> nn.Linear:
+    linear.forward = lambda x: x  # type: ignore[method-assign]
+    return linear
+
+
+@pytest.mark.parametrize("change", [_adapted, _pruned, _old_weight_norm, _replaced])
+@pytest.mark.parametrize("name", ["q_proj", "v_proj", "out_proj"])
+def test_projections_that_are_more_than_their_weights(name: str, change: Any) -> None:
+    layer = attention(value_proj=True, max_len=N)
+    divided = lf.Contractive(layer)
+    setattr(layer, name, change(getattr(layer, name)))
+    calls = [lambda: layer(X), lambda: divided(X), lambda: lf.bake(layer)]
+    if change in (_pruned, _old_weight_norm):
+        calls.pop()  # torch cannot copy such modules
+    for call in calls:
+        with pytest.raises((TypeError, lf.NotCertifiable), match=f"{name}.*torch('s)? parametrizations"):
+            call()
+    with pytest.raises(lf.NotCertifiable, match=f"{name}.*torch('s)? parametrizations"):
+        lf.certify(layer)
+
+
+def test_parametrized_projections_are_used() -> None:
+    layer = attention(max_len=N)
+    nn.utils.parametrizations.weight_norm(layer.out_proj)
+    layer(X)[0].square().sum().backward()
+    assert layer.out_proj.parametrizations.weight.original1.grad.abs().max() > 0
+    assert lf.certify(layer).bound > 0

@@ -238,6 +238,17 @@ def test_a_bound_is_not_zero_where_no_weight_is() -> None:
     assert lf.certify(inner).bound == 0.0
 
 
+@each_dtype
+def test_output_weights_of_zero(dtype: torch.dtype) -> None:
+    """Nothing is rounded there, so that the bias keeps the coefficient."""
+    inner = attention(dtype, 1.0)
+    inner.out_proj.weight.data.zero_()
+    layer = lf.Contractive(inner, 0.9)
+    assert layer.scales().tolist() == pytest.approx([0.9, 0.9], rel=0.2)
+    layer(torch.randn(1, N, D, dtype=dtype)).sum().backward()
+    assert all(bool(torch.isfinite(p.grad).all()) for p in layer.parameters())
+
+
 def test_a_half_precision_copy_has_a_certificate_of_its_own() -> None:
     inner = attention(torch.float32, 1.0)
     for half in HALF:

@@ -199,3 +199,55 @@ def test_copies_of_one_layer_are_baked_each() -> None:
 def test_bad_arguments_are_named(coeff: float, mode: str) -> None:
     with pytest.raises(ValueError, match="coeff must be positive and finite|cap, normalize, got 'clip'"):
         lf.SpectralLinear(2, 2, coeff=coeff, mode=mode)
+
+
+def test_settings_of_a_bounded_convolution_changed_later() -> None:
+    conv = lf.spectral_bound(nn.Conv1d(1, 1, 3, stride=3, bias=False), mode="normalize")
+    for module in (conv, copy.deepcopy(conv)):
+        module.weight = torch.ones(1, 1, 3)
+        module.stride = (1,)
+        dense = dense_jacobian(module, torch.zeros(1, 1, 30))
+        assert 0.9 <= torch.linalg.matrix_norm(dense, 2).item() <= 1.0
+    copied = copy.deepcopy(conv)
+    copied.stride = (3,)
+    assert not torch.equal(copied.weight, conv.weight)
+    conv.padding_mode = "reflect"
+    with pytest.raises(ValueError, match="padding_mode='reflect'"):
+        conv.weight  # noqa: B018
+
+
+def test_torchs_cache_of_parametrizations_is_refused() -> None:
+    layer = lf.SpectralLinear(4, 4)
+    with parametrize.cached(), pytest.raises(RuntimeError, match=r"use lipformer.frozen\(module\)"):
+        layer(torch.ones(1, 4))
+    assert layer(torch.ones(1, 4)).shape == (1, 4)
+
+
+class Doubled(lf.SpectralLinear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2.0 * super().forward(x)
+
+
+class DoubledLinear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2.0 * super().forward(x)
+
+
+def test_baking_refuses_a_forward_of_its_own_or_keeps_it() -> None:
+    hooked, replaced = lf.SpectralLinear(4, 4), lf.SpectralLinear(4, 4)
+    hooked.register_forward_hook(lambda module, args, out: 2.0 * out)
+    replaced.forward = lambda x: x  # type: ignore[method-assign]
+    for layer in (Doubled(4, 4), hooked, replaced):
+        with pytest.raises(TypeError, match="cannot be baked: "):
+            lf.bake(nn.Sequential(layer))
+    kept, x = lf.spectral_bound(DoubledLinear(4, 4), coeff=0.1), torch.randn(2, 4)
+    assert torch.equal(lf.bake(kept)(x), kept(x))
+    assert not parametrize.is_parametrized(lf.bake(kept))
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0, 0)])
+def test_empty_weights(shape: tuple[int, int]) -> None:
+    layer = lf.SpectralLinear(*shape)
+    assert layer(torch.ones(2, shape[0])).shape == (2, shape[1])
+    assert lf.certify(layer).bound <= 1.0

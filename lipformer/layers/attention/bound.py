@@ -120,7 +120,7 @@ def length(layer: L2MultiheadAttention, ask: Ask) -> float:
     """The number of keys to certify for: the question's, the layer's, or any (math.inf)."""
     if ask.in_forward and ask.seq_len is not None and (layer.max_len or math.inf) > ask.seq_len:
         raise ask.refuse(
-            f"it is divided for seq_len={ask.seq_len}, but lets in longer inputs: max_len={layer.max_len}",
+            f"divided for seq_len={ask.seq_len}, it takes longer inputs (max_len={layer.max_len})",
             f"max_len={ask.seq_len}",
         )
     if ask.seq_len is not None and layer.max_len is not None and ask.seq_len > layer.max_len:
@@ -249,7 +249,7 @@ def _by_heads(layer: L2MultiheadAttention, weight: Tensor) -> Tensor:
 
 
 def _narrow(layer: L2MultiheadAttention) -> bool:
-    """Whether the layer is in half precision, where a margin would cost more than a look at what runs."""
+    """Whether it is in half precision, where a margin would cost more than a look at what runs."""
     return layer._stored().dtype in (torch.float16, torch.bfloat16)
 
 
@@ -302,6 +302,12 @@ def head_matrices(layer: L2MultiheadAttention, norms: tuple[str, ...]) -> list[T
     return [*found, layer.output_matrix().flatten(0, 1)] if found else []
 
 
+@torch.no_grad()
+def _lost(error: Tensor, bound: Tensor) -> Tensor:
+    """error / bound, 0 where the bound is: weights of zero are not rounded."""
+    return torch.where(bound > 0.0, error / bound, 0.0)
+
+
 def contractive_head_bounds(
     layer: L2MultiheadAttention, asks: list[Ask], norms: list[Tensor]
 ) -> list[Divisor]:
@@ -310,8 +316,8 @@ def contractive_head_bounds(
     With factors s_h the layer has a constant of at most :math:`(1 + r) \max_h s_h b_h + \delta`, where
     :math:`\delta` comes from entries that rounding takes below the range of the dtype: in the l2 norm
     :math:`\delta = \|W\| \max_h G_h \max_h \sqrt{2 t_h}\, a` with r and a of
-    :func:`~lipformer.layers.spectral.rounding_margin`. So what each factor loses is :math:`\delta / b_h`.
-    It matters in float16 alone; the range of other dtypes begins at 1e-38.
+    :func:`~lipformer.layers.spectral.rounding_margin`. So each factor loses :math:`\delta / b_h`. It
+    matters in float16 alone; the range of other dtypes begins at 1e-38.
 
     Args:
         layer: the attention.
@@ -332,7 +338,7 @@ def contractive_head_bounds(
             if lossy:
                 # Rows of D = H d entries, each off by least / D.
                 rounded = layer.root().double().expand_as(q) * (least / layer.embed_dim)
-                lost = linf_bound_lean(q, rounded, spreads) / bound
+                lost = _lost(linf_bound_lean(q, rounded, spreads), bound)
             divisors.append(Divisor(bound, margin, lost))
             continue
         left = norms[0].square().sum().sqrt() if ask.norm == "token" else norms[matrices - 1]
@@ -340,7 +346,7 @@ def contractive_head_bounds(
         # The factor covers the rounding of these products, and of a float64 product that formed m.
         gains = tuple(gain * (1.0 + 4e-12) for gain in head_gains(layer, ask))
         heads = layer.constants(gains, left.device)
-        lost = heads.amax() * layer.root().amax() * least / (heads * right) if lossy else None
+        lost = _lost(heads.amax() * layer.root().amax() * least, heads * right) if lossy else None
         divisors.append(Divisor(left * right * heads, margin, lost))
     return divisors
 

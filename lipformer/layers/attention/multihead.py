@@ -249,17 +249,18 @@ class L2MultiheadAttention(Layer):
 
     def check_projections(self, refuse: Refuse = _refuse) -> None:
         """Raises for projections that are more than the weight and bias that the layer reads of them."""
+        plain = "nn.Linear, whose weight may have torch parametrizations"
         for name in ("q_proj", "v_proj", "out_proj"):
             linear = getattr(self, name)
             if linear is None:
                 continue
             if type(linear).forward is not nn.Linear.forward:
                 raise refuse(
-                    f"its {name} is {type(linear).__name__}, whose forward is not that of nn.Linear; the "
-                    "layer reads the weight and bias alone and would ignore the rest",
-                    "nn.Linear, whose weight may have torch parametrizations",
+                    f"its {name} is {type(linear).__name__}, whose forward is not that of nn.Linear; "
+                    "the layer reads the weight and bias alone and would ignore the rest",
+                    plain,
                 )
-            refuse_hooks(linear, lambda reason, use, name=name: refuse(f"{name}: {reason}", use))  # type: ignore[misc]
+            refuse_hooks(linear, lambda reason, use: refuse(f"{name}: {reason}", use), plain)  # noqa: B023
 
     def reset_parameters(self) -> None:
         """Initial weights.
