@@ -232,3 +232,9 @@ def test_a_contractive_layer_that_does_not_mask_has_no_steps() -> None:
     for causal in (None, False):
         with pytest.raises(ValueError, match="causal"):
             lf.Contractive(attention(causal=causal)).step(torch.randn(B, 1, D))
+
+
+@pytest.mark.parametrize("module", [nn.PReLU(), nn.Softmax(dim=-1)], ids=str)
+def test_a_token_wise_module_of_torch_steps(module: nn.Module) -> None:
+    x = torch.randn(B, N, D)
+    assert torch.equal(decode(module, x, CHUNKS[0]), module(x))

@@ -251,7 +251,7 @@ class L2MultiheadAttention(Layer):
         """Raises for projections that are more than the weight and bias that the layer reads of them."""
         plain = "nn.Linear, whose weight may have torch parametrizations"
         for name in ("q_proj", "v_proj", "out_proj"):
-            linear = getattr(self, name)
+            linear = self._modules.get(name)
             if linear is None:
                 continue
             if type(linear).forward is not nn.Linear.forward:
