@@ -147,11 +147,10 @@ def _changed(module: nn.Module, relied: Mapping[str, object]) -> str | None:
     for name, method in relied.items():
         if getattr(cls, name) is not method or (name != "forward" and name in module.__dict__):
             return name
-    return next((name for name in _CALLING if getattr(cls, name, None) is not _of_module(name)), None)
-
-
-def _of_module(name: str) -> Any:
-    return getattr(nn.Module, name, None)
+    for name in _CALLING:
+        if getattr(cls, name) is not getattr(nn.Module, name):
+            return name
+    return None
 
 
 def refuse_hooks(module: nn.Module, refuse: Refuse, teach: str = "the forward of its class") -> None:
