@@ -23,8 +23,8 @@ DISTURBANCE = 2.0**-49
 _MOVES = """
     __get__ __getitem__ cat chunk clone contiguous detach dim expand expand_as flatten flip
     is_floating_point masked_fill movedim new_empty new_full new_ones new_zeros numel ones_like permute
-    relu repeat reshape roll select size split squeeze stack stride t transpose tril triu unbind unflatten
-    unsqueeze view view_as where zeros_like
+    relu repeat reshape roll select size split squeeze stack stride t transpose tril triu unbind
+    unflatten unsqueeze view view_as where zeros_like
 """
 _CASTS = "to type_as float double half bfloat16 type"
 _moves, _casts = frozenset(_MOVES.split()), frozenset(_CASTS.split())
