@@ -15,6 +15,7 @@ from jsonargparse.typing import NonNegativeInt, PositiveInt
 from torch import Generator, Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from training import corpus
 from training.batches import for_gpu
 from training.errors import BadInput, first_line
 
@@ -130,7 +131,7 @@ def from_hub(path: str, channels: int) -> tuple[LabelledImages, LabelledImages]:
     import datasets
 
     def read(split: str) -> LabelledImages:
-        rows: Any = datasets.load_dataset(path, split=split)
+        rows: Any = corpus.read(path)[split]
         image = next((n for n, kind in rows.features.items() if isinstance(kind, datasets.Image)), None)
         if image is None or "label" not in rows.features:
             raise BadInput(f"{path} needs an image and a label in each row, has {list(rows.features)}")
