@@ -313,7 +313,11 @@ def product_up(factors: Iterable[float | Tensor]) -> float | Tensor:
     number, tensor, exponent = 1.0, None, 0
     for factor in factors:
         if isinstance(factor, Tensor):
-            tensor = factor if tensor is None else _above_floor(tensor * factor * ROUND_UP)
+            tensor = (
+                factor
+                if tensor is None
+                else torch.addcmul(factor.new_full((), _FLOOR), tensor, factor, value=ROUND_UP)
+            )
         elif factor != 1.0 and not 0.0 < factor < math.inf:
             return factor if tensor is None else tensor * factor
         elif factor != 1.0:

@@ -90,8 +90,7 @@ class InvertibleResidual(Freezable):
         accelerate: bool = True,
     ) -> None:
         super().__init__()
-        if not 0.0 < coeff < 1.0:
-            raise ValueError(f"coeff must lie between 0 and 1, else no inverse exists, got {coeff!r}")
+        coeff = _contracting(coeff)
         if mode not in MODES:
             raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
         allowed = (None, "self") if mode == "causal" else (None, *MEASURES)
@@ -124,11 +123,19 @@ class InvertibleResidual(Freezable):
 
     @property
     def coeff(self) -> float:
-        """c as the branch has it now: one for branch, solver and log-determinants. Read-only."""
+        """c as the branch has it now: one for branch, solver and log-determinants."""
         if isinstance(self.branch, Contractive):
             return self.branch.coeff
         assert self._baked is not None
         return self._baked[0]
+
+    @coeff.setter
+    def coeff(self, coeff: float) -> None:
+        if not isinstance(self.branch, Contractive):
+            raise AttributeError(
+                f"coeff of a baked block is in its weights: {self.coeff}, got {coeff!r}"
+            )
+        self.branch.coeff = _contracting(coeff)
 
     def norm_in_use(self) -> str:
         """The norm that the branch contracts in: "l2", "token", "linf", or "self" in mode "causal"."""
@@ -338,6 +345,13 @@ class InvertibleResidual(Freezable):
 
     def extra_repr(self) -> str:
         return f"coeff={self.coeff}, mode={self.mode!r}, log_det={self.log_det_method!r}"
+
+
+def _contracting(coeff: float) -> float:
+    """Returns the coefficient; raises unless it is one of a contraction."""
+    if not 0.0 < coeff < 1.0:
+        raise ValueError(f"coeff must lie between 0 and 1, else no inverse exists, got {coeff!r}")
+    return float(coeff)
 
 
 def _is_frozen(module: nn.Module) -> bool:

@@ -154,8 +154,7 @@ class CausalAttention(nn.Module, ABC):
         return f"{self.num_heads} heads, positions={self.positions!r}, dropout={self.dropout}"
 
 
-@register_step(CausalAttention)
-def _(
+def _step(
     module: CausalAttention, x: Tensor, cache: KeyValueCache | None, call: Call
 ) -> tuple[Tensor, KeyValueCache]:
     return module.step(x, cache, call.key_padding_mask)
@@ -219,4 +218,6 @@ def _refuse(module: CausalAttention, ask: Ask) -> Bound:
     )
 
 
-register_bound(CausalAttention)(_refuse)
+for _class in (DotProductAttention, UntiedL2Attention):
+    register_bound(_class)(_refuse)
+    register_step(_class)(_step)

@@ -153,7 +153,11 @@ def test_settings_changed_later_are_seen() -> None:
     divided.coeff = 0.3
     assert lf.certify(divided).bound == 0.3
     shift = lf.TokenShift(D)
-    for module, name in ((divided, "norm"), (lf.SpectralLinear(2, 2), "coeff"), (shift, "batch_first")):
+    bounded = lf.SpectralLinear(2, 2)
+    bounded.coeff = 0.3
+    assert lf.certify(bounded).bound == 0.3
+    assert torch.linalg.matrix_norm(bounded.weight, 2) <= 0.3
+    for module, name in ((divided, "norm"), (shift, "batch_first")):
         with pytest.raises(AttributeError, match=name):
             setattr(module, name, None)
 

@@ -369,7 +369,8 @@ def bake_attention(
 ) -> L2MultiheadAttention:
     """The layer in the lean form with plain weights: those that it runs with, factors among them.
 
-    The temperatures are in the weights, which leaves 1/2, a number that no dtype rounds.
+    The temperatures are in the weights, which leaves 1/2. Its logarithm is kept in float64, where the
+    root is 1 to the last bit in every dtype.
     """
     layer = copy.deepcopy(layer)
     root = layer.root()
@@ -377,7 +378,10 @@ def bake_attention(
     out = linear_of(layer.read_out_weight(root, head_scale), layer.read_out_bias(head_scale))
     if layer._balance is None:
         layer._balance = tuple(root.flatten().tolist())
-    layer.log_temperature, layer._fixed_temperature = None, 0.5
+    del layer.log_temperature
+    layer.register_buffer(
+        "log_temperature", torch.full_like(root.flatten(), 0.5, dtype=torch.float64).log()
+    )
     layer.q_proj, layer.out_proj, layer.v_proj = key, out, None
     return layer.train(layer.training)
 

@@ -188,7 +188,6 @@ class L2MultiheadAttention(Layer):
             max_len=max_len,
             slopes=slopes,
         )
-        head_dim = embed_dim // num_heads
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.dropout = dropout
@@ -212,7 +211,6 @@ class L2MultiheadAttention(Layer):
         self.v_proj = linear(False) if value_proj else None
         self.out_proj = linear(bias)
         self.log_temperature = None if value_proj else nn.Parameter(torch.empty(num_heads, **place))
-        self._fixed_temperature = head_dim**-0.5
         self._balance: tuple[float, ...] | None = None
         self.constants = Constants()
         if positions == "alibi":
@@ -288,7 +286,7 @@ class L2MultiheadAttention(Layer):
     def temperature(self) -> float | Tensor:
         """t: 1/sqrt(d) in the paper's form, learned (H, 1, 1) in the lean form, 1/2 once baked."""
         if self.log_temperature is None:
-            return self._fixed_temperature
+            return self.head_dim**-0.5
         return self.log_temperature.exp()[:, None, None]
 
     def output_matrix(self) -> Tensor:
@@ -441,7 +439,7 @@ class L2MultiheadAttention(Layer):
         wide = torch.promote_types(self._stored().dtype, torch.float32)
         if self.log_temperature is not None:
             return (0.5 * (self.log_temperature.to(wide) + math.log(2.0))).exp()[:, None, None]
-        root = math.sqrt(2.0 * self._fixed_temperature)
+        root = math.sqrt(2.0 * self.head_dim**-0.5)
         return self._stored().new_full((self.num_heads, 1, 1), root, dtype=wide)
 
     def key_weight(self, root: Tensor) -> Tensor:
