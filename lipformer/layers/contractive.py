@@ -16,7 +16,7 @@ from lipformer.certificate.bounds import bound_of, check_seq_len
 from lipformer.certificate.rules import kind_of
 from lipformer.certificate.torch_rules import mixed_axes
 from lipformer.functional.norms import check_norm
-from lipformer.functional.rounding import ROUND_UP, multiply_down, running_dtype
+from lipformer.functional.rounding import ROUND_UP, is_cast, multiply_down
 from lipformer.functional.spectral.bound import spectral_norm_bounds
 from lipformer.layers.branch import Call, call_branch, one_layout
 from lipformer.layers.decoding import Cache, register_step, step_module
@@ -270,8 +270,7 @@ def _(module: Contractive, ask: Ask) -> Bound:
             raise ask.refuse(mixed, "attention with batch_first=True")
         whole = chain_bound(module.module, inner, layer, lambda ask: rule.bound(layer, ask, scales))
         value = torch.as_tensor(whole.value)
-    autocast = any(running_dtype(weight) != weight.dtype for weight in module.parameters())
-    if ask.norm in module.norms and (ask.in_forward or not autocast):
+    if ask.norm in module.norms and (ask.in_forward or not any(map(is_cast, module.parameters()))):
         # In the norm that it was divided by, the constant is known without a second bound. Autocast
         # runs another function: with the same factors, but weights that it rounds.
         chosen = (choice == module.norms.index(ask.norm)).squeeze(0)

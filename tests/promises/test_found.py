@@ -19,7 +19,8 @@ from lipformer.analysis import (
     lofast_bound,
     perturbation_bound,
 )
-from lipformer.certificate import Bound, product_up
+from lipformer.certificate import Bound
+from lipformer.certificate.bounds import product_up
 from lipformer.models import DotProductSelfAttention
 
 torch.manual_seed(0)

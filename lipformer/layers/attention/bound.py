@@ -16,7 +16,7 @@ from torch import Tensor
 from lipformer.certificate import Ask, Bound, register_bound
 from lipformer.certificate.linear_rules import linf_norm
 from lipformer.functional import l2_gain, row_spread, spectral_norm_bound
-from lipformer.functional.rounding import enlarge, running
+from lipformer.functional.rounding import FLOOR, enlarge, running
 from lipformer.layers.attention.key_cache import KeyCache
 from lipformer.layers.attention.multihead import L2MultiheadAttention
 from lipformer.layers.branch import Call
@@ -218,7 +218,7 @@ def attention_bound(layer: L2MultiheadAttention, ask: Ask, head_scale: Tensor | 
     if stored:
         return value * (1.0 + _folding_margin(layer))
     # Products of norms may leave the range of float64 although no factor is zero.
-    return torch.maximum(value, 1e-300 * ((q != 0).any() & (m != 0).any()).double())
+    return torch.maximum(value, FLOOR * ((q != 0).any() & (m != 0).any()).double())
 
 
 def effective_weights(
