@@ -181,12 +181,11 @@ class Contractive(Freezable):
             rests = [chain_bound(self.module, ask, layer, lambda ask: 1.0).value for ask in asks]
             divisors = list(rule.divisors(layer, asks, norms))
         options = []
+        coeff = self.coeff / ROUND_UP  # for the rounding of the factors themselves
         for rest, divisor in zip(rests, divisors, strict=True):
-            # ROUND_UP covers the rounding of the factors themselves.
-            coeff, value, lost = self.coeff / ROUND_UP, rest, None
+            value, lost = rest, None
             if divisor is not None:
-                bound, margin, lost = divisor
-                coeff = coeff / (1.0 + margin)
+                bound, lost = divisor
                 value = bound if isinstance(rest, float) and rest == 1.0 else rest * bound
             if isinstance(value, Tensor):
                 factor = coeff * positive(value).reciprocal()
