@@ -94,7 +94,7 @@ class Ask:
         path = f"{self.path}.{name}" if self.path else name
         return bound_of(module, replace(self, path=path))
 
-    def in_turn(self, rules: Iterable[Callable[[Ask], Bound]], theorem: str = "composition") -> Bound:
+    def in_turn(self, rules: Iterable[Callable[[Ask], Bound]]) -> Bound:
         """The product of the bounds of what runs in turn, each asked for the tokens that reach it."""
         ask, parts = self, []
         for rule in rules:
@@ -104,7 +104,7 @@ class Ask:
                 ask = replace(ask, seq_len=part.tokens)
             if part.dims != KEPT:
                 ask = replace(ask, dims=part.dims)
-        return times(*parts, theorem=theorem)
+        return times(*parts)
 
     def along(self, dim: int) -> None:
         """Refuses a module that works along a dimension if that may be the one of the samples.
