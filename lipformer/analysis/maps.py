@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lipformer.analysis.inputs import check_finite, refuse_autocast
 from lipformer.certificate import Ask
-from lipformer.certificate.rules import check_forward, kind_of
+from lipformer.certificate.rules import check_forward, kind_of, methods_behind
 from lipformer.functional.attention.maps import AttentionMaps, TensorParts
 from lipformer.layers import L2MultiheadAttention
 from lipformer.layers.attention.positions import rotary_angles, rotate
@@ -192,7 +192,8 @@ def attention_maps(attn: Attention) -> AttentionMaps:
         own = next((c for c in type(attn).__mro__ if "attention_maps" in vars(c)), nn.MultiheadAttention)
         if isinstance(attn, own):
             # The maps are those of the forward that stands beside them.
-            check_forward(attn, own, ("forward", "attention_maps"), refuse, "attention maps")
+            relied = methods_behind(own, ("forward", "attention_maps"))
+            check_forward(attn, own, relied, refuse, "attention maps")
     if isinstance(attn, nn.MultiheadAttention):
         return torch_heads(attn).attention_maps()
     if isinstance(attn, HasAttentionMaps):

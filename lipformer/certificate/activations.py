@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lipformer.certificate.bounds import Ask, Bound, register_bound
-from lipformer.functional.norms import largest_entry
+from lipformer.functional.norms import max_abs
 from lipformer.functional.rounding import ROUND_UP
 
 # GELU' = Phi(x) + x phi(x) is largest at x = sqrt(2), in closed form there.
@@ -47,7 +47,7 @@ SLOPES: dict[type[nn.Module], float | Callable[..., float]] = {
     nn.SELU: SELU_SLOPE,
     nn.GELU: lambda m: GELU_SLOPE if m.approximate == "none" else GELU_TANH_SLOPE,
     nn.LeakyReLU: lambda m: _at_least_one(m.negative_slope),
-    nn.PReLU: lambda m: _at_least_one(float(largest_entry(m.weight.detach()))),
+    nn.PReLU: lambda m: _at_least_one(float(max_abs(m.weight.detach()))),
     nn.ELU: lambda m: _at_least_one(m.alpha),
     nn.CELU: lambda m: 1.0 if m.alpha > 0 else math.inf,
 }

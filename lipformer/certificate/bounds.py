@@ -16,16 +16,13 @@ from lipformer.certificate.certificate import Certificate, NotCertifiable
 from lipformer.certificate.rules import Rules, kind_of
 from lipformer.functional import spectral_norm_bound
 from lipformer.functional.norms import check_norm
-from lipformer.functional.rounding import ROUND_UP
+from lipformer.functional.rounding import DTYPES, FLOOR, ROUND_UP
 from lipformer.functional.tracing import tracing
 
 KEPT: Literal["kept"] = "kept"
 """Of an output: as many tokens, or dimensions, as the input has."""
 
 Count = int | Literal["kept"] | None
-
-_FLOOR = 1e-300
-"""Products that are not zero stay above this, where a later factor can still enlarge them."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +94,7 @@ class Ask:
         path = f"{self.path}.{name}" if self.path else name
         return bound_of(module, replace(self, path=path))
 
-    def in_turn(self, rules: Iterable[Callable[[Ask], Bound]], theorem: str = "composition") -> Bound:
+    def in_turn(self, rules: Iterable[Callable[[Ask], Bound]]) -> Bound:
         """The product of the bounds of what runs in turn, each asked for the tokens that reach it."""
         ask, parts = self, []
         for rule in rules:
@@ -107,7 +104,7 @@ class Ask:
                 ask = replace(ask, seq_len=part.tokens)
             if part.dims != KEPT:
                 ask = replace(ask, dims=part.dims)
-        return times(*parts, theorem=theorem)
+        return times(*parts)
 
     def along(self, dim: int) -> None:
         """Refuses a module that works along a dimension if that may be the one of the samples.
@@ -193,17 +190,14 @@ def _check_value(value: object, kind: str) -> None:
         raise ValueError(f"the rule of {kind} must return a bound >= 0, got {value!r}")
 
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
 def _check_tensors(module: nn.Module) -> None:
     """Refuses a module some of whose numbers are not there, not real or not finite."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor) or tensor.is_meta:
             raise NotCertifiable(name, "tensor", "it has no values yet", "a module with its weights")
-        if tensor.is_complex() or (tensor.is_floating_point() and tensor.dtype not in _DTYPES):
+        if tensor.is_complex() or (tensor.is_floating_point() and tensor.dtype not in DTYPES):
             raise NotCertifiable(
-                name, "tensor", f"no bound is known for {tensor.dtype}", ", ".join(map(str, _DTYPES))
+                name, "tensor", f"no bound is known for {tensor.dtype}", ", ".join(map(str, DTYPES))
             )
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise NotCertifiable(name, "tensor", "it is not finite", "finite weights")
@@ -307,7 +301,7 @@ def product_up(factors: Iterable[float | Tensor]) -> float | Tensor:
     """A product of numbers >= 0, rounded up, and never zero unless a factor is.
 
     Of floats it is taken with exponents of its own, so that no order of tiny and huge factors loses it;
-    of tensors, whose values are not read, each partial product is kept above 1e-300. Times one is
+    of tensors, whose values are not read, each partial product is kept above FLOOR. Times one is
     exact, so that constants of one stay one.
     """
     number, tensor, exponent = 1.0, None, 0
@@ -330,16 +324,18 @@ def product_up(factors: Iterable[float | Tensor]) -> float | Tensor:
         number = math.ldexp(number, exponent)
     except OverflowError:
         number = math.inf
-    number = number if number >= _FLOOR else _FLOOR
-    if tensor is None or number == 1.0:
-        return number if tensor is None else tensor
+    number = max(number, FLOOR)
+    if tensor is None:
+        return number
+    if number == 1.0:
+        return tensor
     tensor = tensor * (number * ROUND_UP)
     return tensor if number >= 1.0 else _above_floor(tensor)
 
 
 def _above_floor(tensor: Tensor) -> Tensor:
     # threshold, whose derivative is one kernel where that of clamp_min is three.
-    return F.threshold(tensor, _FLOOR, _FLOOR)
+    return F.threshold(tensor, FLOOR, FLOOR)
 
 
 def _add_up(a: float | Tensor, b: float | Tensor) -> float | Tensor:

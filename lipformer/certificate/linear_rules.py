@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lipformer.certificate.bounds import Ask, Bound, register_bound
 from lipformer.certificate.rules import Rules, refuse_hooks
 from lipformer.functional import spectral_norm_bound
-from lipformer.functional.rounding import enlarge, running, running_dtype
+from lipformer.functional.rounding import enlarge, is_cast, running
 
 
 def spectral(weight: Tensor) -> Tensor:
@@ -50,14 +50,9 @@ def linear_bound(weight: Tensor, ask: Ask) -> Bound:
 @register_bound(nn.Linear)
 def _(module: nn.Linear, ask: Ask) -> Bound:
     coeff = None if ask.norm == "linf" else known_coefficient(module)
-    if coeff is None or (not ask.in_forward and any(map(_cast, module.parameters()))):
+    if coeff is None or (not ask.in_forward and any(map(is_cast, module.parameters()))):
         return linear_bound(module.weight, ask)
     return Bound(coeff, "spectrally bounded weight")
-
-
-def _cast(weight: Tensor) -> bool:
-    """Whether products take another weight than the stored one."""
-    return running_dtype(weight) != weight.dtype
 
 
 coefficients: Rules[Callable[[nn.Module], float]] = Rules("coefficient", "coefficients.register")

@@ -115,7 +115,7 @@ class Rules(Generic[R]):
 def check_forward(
     module: nn.Module,
     cls: type[nn.Module],
-    relied: Mapping[str, object] | Iterable[str],
+    relied: Mapping[str, object],
     refuse: Refuse,
     what: str,
     teach: str = "the forward of its class",
@@ -125,12 +125,12 @@ def check_forward(
     Args:
         module: of the class.
         cls: the class that something is known about.
-        relied: the methods that this rests on, by name as they were then, or names to look up now.
+        relied: the methods that this rests on, by name, as from :func:`methods_behind`.
         refuse: makes the exception.
         what: is known, for the message.
         teach: what to do instead.
     """
-    changed = _changed(module, relied if isinstance(relied, Mapping) else methods_behind(cls, relied))
+    changed = _changed(module, relied)
     if changed is not None:
         raise refuse(
             f"it overrides the {changed} of {cls.__name__}, whose {what} may no longer hold", teach

@@ -19,7 +19,7 @@ from lipformer.certificate.bounds import (
     times,
     weighted_sum,
 )
-from lipformer.functional.norms import largest_entry
+from lipformer.functional.norms import max_abs
 from lipformer.functional.rounding import ROUND_UP
 from lipformer.functional.tracing import tracing
 
@@ -128,7 +128,7 @@ def norm_layer_bound(module: nn.LayerNorm | nn.RMSNorm, ask: Ask) -> Bound:
     eps = torch.finfo(torch.float64).eps if module.eps is None else module.eps
     if eps <= 0:
         raise ask.refuse(f"with eps={eps} its slope is unbounded", "lipformer.CenterNorm")
-    gamma = 1.0 if module.weight is None else largest_entry(module.weight)
+    gamma = 1.0 if module.weight is None else max_abs(module.weight)
     value = gamma / math.sqrt(eps) * ROUND_UP**4
     if ask.norm == "linf":
         value = value * (2.0 + math.sqrt(math.prod(module.normalized_shape)))
@@ -143,7 +143,7 @@ def _batch_norm_rule(module: nn.BatchNorm1d | nn.BatchNorm2d, ask: Ask) -> Bound
     if module.training or module.running_var is None:
         raise ask.refuse("it divides by statistics of the batch", "model.eval() with running statistics")
     gamma = 1.0 if module.weight is None else module.weight.double().abs()
-    value = largest_entry(gamma / (module.running_var.double() + module.eps).sqrt())
+    value = max_abs(gamma / (module.running_var.double() + module.eps).sqrt())
     return Bound(value * ROUND_UP**4, "max|gamma| / sqrt(running variance + eps)")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 NORMS = ("l2", "token", "self", "linf")
@@ -14,7 +13,7 @@ def check_norm(norm: str, allowed: tuple[str, ...] = NORMS) -> None:
         raise ValueError(f"norm must be one of {', '.join(allowed)}, got {norm!r}")
 
 
-def largest_entry(tensor: Tensor) -> Tensor:
+def max_abs(tensor: Tensor) -> Tensor:
     """max|entry| in float64, a scalar; 0 of none."""
     wide = tensor.double().abs()
-    return wide.amax() if tensor.numel() else torch.zeros_like(wide.sum())
+    return wide.amax() if tensor.numel() else wide.sum()

@@ -17,6 +17,12 @@ UNIT = 2.0**-53
 ROUND_UP = 1.0 + 2.0**-50
 """Factor above the rounding errors of a few float64 operations."""
 
+FLOOR = 1e-300
+"""Bounds that are not zero stay above this, where a later factor can still enlarge them."""
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""What the weights of a function may be stored as."""
+
 _Value = TypeVar("_Value", float, Tensor)
 
 
@@ -75,6 +81,11 @@ def running_dtype(weight: Tensor) -> torch.dtype:
     if weight.dtype == torch.float64 or not torch.amp.is_autocast_available(device):
         return weight.dtype
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+
+
+def is_cast(weight: Tensor) -> bool:
+    """Whether autocast casts a weight, here and now."""
+    return running_dtype(weight) != weight.dtype
 
 
 def running(weight: Tensor) -> Tensor:

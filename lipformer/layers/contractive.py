@@ -16,7 +16,7 @@ from lipformer.certificate.bounds import bound_of, check_seq_len
 from lipformer.certificate.rules import kind_of
 from lipformer.certificate.torch_rules import mixed_axes
 from lipformer.functional.norms import check_norm
-from lipformer.functional.rounding import ROUND_UP, multiply_down, running_dtype
+from lipformer.functional.rounding import ROUND_UP, is_cast, multiply_down
 from lipformer.functional.spectral.bound import spectral_norm_bounds
 from lipformer.layers.branch import Call, call_branch, one_layout
 from lipformer.layers.decoding import Cache, register_step, step_module
@@ -181,12 +181,11 @@ class Contractive(Freezable):
             rests = [chain_bound(self.module, ask, layer, lambda ask: 1.0).value for ask in asks]
             divisors = list(rule.divisors(layer, asks, norms))
         options = []
+        coeff = self.coeff / ROUND_UP  # for the rounding of the factors themselves
         for rest, divisor in zip(rests, divisors, strict=True):
-            # ROUND_UP covers the rounding of the factors themselves.
-            coeff, value, lost = self.coeff / ROUND_UP, rest, None
+            value, lost = rest, None
             if divisor is not None:
-                bound, margin, lost = divisor
-                coeff = coeff / (1.0 + margin)
+                bound, lost = divisor
                 value = bound if isinstance(rest, float) and rest == 1.0 else rest * bound
             if isinstance(value, Tensor):
                 factor = coeff * positive(value).reciprocal()
@@ -270,8 +269,7 @@ def _(module: Contractive, ask: Ask) -> Bound:
             raise ask.refuse(mixed, "attention with batch_first=True")
         whole = chain_bound(module.module, inner, layer, lambda ask: rule.bound(layer, ask, scales))
         value = torch.as_tensor(whole.value)
-    autocast = any(running_dtype(weight) != weight.dtype for weight in module.parameters())
-    if ask.norm in module.norms and (ask.in_forward or not autocast):
+    if ask.norm in module.norms and (ask.in_forward or not any(map(is_cast, module.parameters()))):
         # In the norm that it was divided by, the constant is known without a second bound. Autocast
         # runs another function: with the same factors, but weights that it rounds.
         chosen = (choice == module.norms.index(ask.norm)).squeeze(0)

@@ -20,16 +20,14 @@ from lipformer.certificate.torch_rules import chain, parts_of
 class Divisor(NamedTuple):
     """What the heads of a layer are divided by in one norm.
 
-    With factors s_h the constant is at most (1 + margin) max_h (s_h + lost_h) bound_h.
+    With factors s_h the constant is at most max_h (s_h + lost_h) bound_h.
 
     Attributes:
-        bound: (H,), without rounding.
-        margin: relative rounding error of what the factors become part of.
-        lost: (H,), what each factor loses to absolute rounding errors, or None.
+        bound: (H,), relative rounding errors of what the factors become part of included.
+        lost: (H,), what each factor loses to absolute ones, or None.
     """
 
     bound: Tensor
-    margin: float
     lost: Tensor | None
 
 

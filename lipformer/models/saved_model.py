@@ -15,12 +15,11 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from lipformer.functional.rounding import DTYPES
 from lipformer.layers.one_pass import OnePass
 from lipformer.models.entries import ModelConfig
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
-# What weights may be stored as.
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _M = TypeVar("_M", bound="SavedModel")
 
 
@@ -89,7 +88,7 @@ def check_dtypes(own: Mapping[str, Tensor], given: Mapping[str, Any]) -> None:
     """
     for name in own.keys() & given.keys():
         if isinstance(given[name], Tensor):
-            allowed = _FLOATS if own[name].is_floating_point() else (own[name].dtype,)
+            allowed = DTYPES if own[name].is_floating_point() else (own[name].dtype,)
             if given[name].dtype not in allowed:
                 known = ", ".join(map(str, allowed))
                 raise ValueError(f"{name} must be of dtype {known}, got {given[name].dtype}")

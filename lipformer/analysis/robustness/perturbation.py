@@ -18,7 +18,7 @@ from lipformer.certificate import Ask, NotCertifiable
 from lipformer.certificate.bounds import answer
 from lipformer.certificate.rules import Rules, kind_of
 from lipformer.certificate.torch_rules import chain, parts_of
-from lipformer.functional.rounding import ROUND_UP, enlarge
+from lipformer.functional.rounding import FLOOR, ROUND_UP, enlarge
 from lipformer.layers import BallProjection, ConvexResidual, Residual
 from lipformer.layers.branch import call_branch
 from lipformer.layers.residual import same_shape
@@ -130,7 +130,7 @@ def _bound(module: nn.Module, x: Tensor) -> float:
 
 def _times(constant: float) -> Modulus:
     # Never zero where nothing is: a later factor may be as large as this one is small.
-    floor = 1e-300 if constant > 0 else 0.0
+    floor = FLOOR if constant > 0 else 0.0
     return lambda delta: torch.where(delta > 0, (constant * delta * ROUND_UP).clamp_min(floor), delta)
 
 

@@ -187,7 +187,7 @@ def _parts(model: nn.Module, image: Tensor) -> dict[str, nn.Module]:
             "the model must be an nn.Sequential or have one as its attribute body, got "
             f"{type(model).__name__}"
         )
-    if body is not model and not _only_calls(model, "body", image):
+    if body is not model and not _only_calls(model, body, image):
         raise ValueError(f"{type(model).__name__} computes something else than its body")
     body = effective(body)
     parts = {name: child for name, child in body._modules.items() if child is not None}
@@ -204,25 +204,31 @@ class _Stand(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[tuple[object, ...]] = []
-        self.out = torch.empty(0)
+        # Numbers that an operation in place changes.
+        self.out = torch.tensor([-1e30, -0.7, 0.0, 0.3, 1e30])
 
     def forward(self, *args: object) -> Tensor:
         self.seen.append(args)
         return self.out
 
 
-def _only_calls(model: nn.Module, name: str, x: Tensor) -> bool:
-    """Whether a model gives its input to one child, once, and returns what that gives."""
+def _only_calls(model: nn.Module, part: nn.Module, image: Tensor) -> bool:
+    """Whether a model gives its input to one of its parts, once, and returns what that gives."""
     refuse_hooks(model, Ask("l2", kind=kind_of(model)).refuse)
-    child, stand = model._modules[name], _Stand()
-    model._modules[name] = stand
+    stand, x = _Stand(), image.clone()
+    given = stand.out.clone()
+    places = [(m, name) for m in model.modules() for name, child in m._modules.items() if child is part]
     try:
+        for module, name in places:
+            module._modules[name] = stand
         out = model(x)
-    except Exception:  # it does something with what the child gives
+    except Exception:  # it does something with what the part gives
         return False
     finally:
-        model._modules[name] = child
-    return out is stand.out and [[*map(id, args)] for args in stand.seen] == [[id(x)]]
+        for module, name in places:
+            module._modules[name] = part
+    passed = out is stand.out and [[*map(id, args)] for args in stand.seen] == [[id(x)]]
+    return passed and torch.equal(x, image) and torch.equal(stand.out, given)
 
 
 def _head_weight(head: nn.Module) -> Tensor | None:

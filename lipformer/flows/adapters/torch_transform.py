@@ -12,12 +12,13 @@ from lipformer.flows.adapters.directions import Adapted, Options, two_readings
 
 
 class _Pair(NamedTuple):
-    """Noise, its data, log|det d data / d noise| if known, and what they depend on."""
+    """Noise, its data, log|det d data / d noise| if known, and copies of what they depend on."""
 
     noise: Tensor
     data: Tensor
     log_det: Tensor | None
-    moment: tuple[list[bool], list[Tensor]]
+    modes: list[bool]
+    tensors: list[Tensor]
 
 
 class NoiseToData(Adapted):
@@ -39,53 +40,56 @@ class NoiseToData(Adapted):
 
     def __call__(self, x: Tensor) -> Tensor:
         """Noise (*, T, D) to data (*, T, D)."""
-        kept = self._current()
-        if self._cache_size and kept is not None and kept.noise is x:
+        kept = self._current(noise=x) if self._cache_size else None
+        if kept is not None:
             return kept.data
         data = self._call(x)
         if self._cache_size:
-            self._kept = _Pair(x, data, None, self._moment(x, data))
+            self._keep(x, data, None)
         return data
 
     def _inv_call(self, y: Tensor) -> Tensor:
-        kept = self._current()
-        if self._cache_size and kept is not None and kept.data is y:
-            return kept.noise
-        return self._inverse(y)
+        kept = self._current(data=y) if self._cache_size else None
+        return self._inverse(y) if kept is None else kept.noise
 
     def _call(self, x: Tensor) -> Tensor:
         return self.data_of(x)
 
     def _inverse(self, y: Tensor) -> Tensor:
         noise, log_det = self.noise_and_log_det(self._checked(y))
-        self._kept = _Pair(noise, y, -log_det, self._moment(noise, y))
+        self._keep(noise, y, -log_det)
         return noise
 
     def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:
         """log|det dy/dx| (*), x being noise and y data of shape (*, T, D)."""
-        kept = self._current()
+        kept = self._current(noise=x, data=y)
         if not self._cache_size:
             self._kept = None
-        if kept is not None and kept.noise is x and kept.data is y and kept.log_det is not None:
+        if kept is not None and kept.log_det is not None:
             return kept.log_det
         # The log-determinant is a function of the data: no inverse is needed.
         return -self.noise_and_log_det(self._checked(y))[1]
 
-    def _current(self) -> _Pair | None:
-        """The pair that was kept, if nothing has changed since."""
-        kept = self._kept
-        if kept is None:
-            return None
-        modes, tensors = self._moment(kept.noise, kept.data)
-        before_modes, before = kept.moment
-        same = modes == before_modes and len(tensors) == len(before)
-        return kept if same and all(map(_equal, tensors, before)) else None
+    def _keep(self, noise: Tensor, data: Tensor, log_det: Tensor | None) -> None:
+        modes, tensors = self._state(noise, data)
+        self._kept = _Pair(noise, data, log_det, modes, [t.clone() for t in tensors])
 
-    def _moment(self, noise: Tensor, data: Tensor) -> tuple[list[bool], list[Tensor]]:
-        """What a pair depends on: modes, and copies of weights, buffers and of the pair itself."""
+    def _current(self, noise: Tensor | None = None, data: Tensor | None = None) -> _Pair | None:
+        """The pair that was kept, if it is that of these tensors and nothing has changed since."""
+        kept = self._kept
+        if kept is None or (noise is not None and noise is not kept.noise):
+            return None
+        if data is not None and data is not kept.data:
+            return None
+        modes, tensors = self._state(kept.noise, kept.data)
+        same = modes == kept.modes and len(tensors) == len(kept.tensors)
+        return kept if same and all(map(_equal, tensors, kept.tensors)) else None
+
+    def _state(self, noise: Tensor, data: Tensor) -> tuple[list[bool], list[Tensor]]:
+        """What a pair depends on: modes, and the numbers of the pair itself, weights and buffers."""
         tensors = (noise, data, *self.block.parameters(), *self.block.buffers())
         modes = [torch.is_grad_enabled(), *(part.training for part in self.block.modules())]
-        return modes, [t.detach().clone() for t in tensors]
+        return modes, [t.detach() for t in tensors]
 
     def _checked(self, data: Tensor) -> Tensor:
         """Data; without a batch it must be an event of as many tokens as the block was built for.

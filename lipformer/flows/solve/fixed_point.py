@@ -149,10 +149,10 @@ def solve_fixed_point(
     point, solution = y.clone(), y.clone()
     everyone = torch.arange(y.shape[0], device=y.device)
     evaluations = torch.zeros_like(everyone)
-    limit = tol * largest_entry(y)
-    state = _State.start(y, limit)
     if y.numel() == 0:
-        state = state.select(torch.zeros_like(state.index, dtype=torch.bool))
+        none = torch.zeros_like(evaluations, dtype=torch.float64)
+        return solution, Record(evaluations, none, none, True, allowed_error(y, tol))
+    state = _State.start(y, tol * largest_entry(y))
     for k in range(max_iter):
         if state.index.numel() == 0:
             break
@@ -170,15 +170,11 @@ def solve_fixed_point(
             state = state.select(~done)
         if state.index.numel():
             state = state.remember().advance() if accelerate else state.plain()
-    if y.numel():
-        residual = measure(solution.double() - point.double())
-    else:
-        residual = torch.zeros_like(evaluations, dtype=torch.float64)
+    residual = measure(solution.double() - point.double())
     noise = torch.full_like(residual, torch.inf)
     if promise:
         tokens = y.shape[1] if y.ndim > 2 else 1
-        rounding = rounding_of(lambda x: branch(x, everyone), y, point, solution, tokens)
-        noise = measure(rounding) if y.numel() else residual
+        noise = measure(rounding_of(lambda x: branch(x, everyone), y, point, solution, tokens))
     error = enlarge((rate * residual + noise) / (1.0 - rate), y[:1].numel())
     record = Record(evaluations, residual, error, state.index.numel() == 0, allowed_error(y, tol))
     if not record.converged:

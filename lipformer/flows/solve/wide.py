@@ -93,7 +93,7 @@ class Wide(Tensor):
         assert like is not None
         with torch._C.DisableTorchFunctionSubclass():
             if name in _casts:
-                return _cast(func, like, args, kwargs)
+                return _cast(args[0], like)
             written = kwargs.get("out", args[0] if _writes(name) else None)
             if written is not None and not isinstance(written, Wide):
                 raise NotWide(f"{name} would round float64 tokens into a tensor that is given")
@@ -137,11 +137,9 @@ def _writes(name: str) -> bool:
     return in_place or name == "__setitem__" or (name.startswith("__i") and name != "__invert__")
 
 
-def _cast(func: Callable[..., Any], like: Wide, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _cast(x: Tensor, like: Wide) -> Tensor:
     """Wide tokens stay as they are; other tensors take the dtype that wide ones stand for."""
-    if isinstance(args[0], Wide):
-        return args[0]
-    return args[0].to(device=like.device, dtype=like.claim)
+    return x if isinstance(x, Wide) else x.to(device=like.device, dtype=like.claim)
 
 
 @torch.no_grad()

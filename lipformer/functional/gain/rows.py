@@ -20,7 +20,9 @@ def check_tokens_count(n: float) -> float:
         return n
     count = operator.index(n)  # type: ignore[arg-type]  # TypeError for what is no integer
     if not 1 <= count < 10**300:
-        raise ValueError(f"n must be an integer >= 1 or math.inf for any number of tokens, got {n!r}")
+        raise ValueError(
+            f"n must be an integer >= 1 and below 1e300, or math.inf for any number of tokens, got {n!r}"
+        )
     return count
 
 

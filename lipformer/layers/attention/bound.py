@@ -16,7 +16,7 @@ from torch import Tensor
 from lipformer.certificate import Ask, Bound, register_bound
 from lipformer.certificate.linear_rules import linf_norm
 from lipformer.functional import l2_gain, row_spread, spectral_norm_bound
-from lipformer.functional.rounding import enlarge, running
+from lipformer.functional.rounding import FLOOR, enlarge, running
 from lipformer.layers.attention.key_cache import KeyCache
 from lipformer.layers.attention.multihead import L2MultiheadAttention
 from lipformer.layers.branch import Call
@@ -194,7 +194,7 @@ def attention_bound(layer: L2MultiheadAttention, ask: Ask, head_scale: Tensor | 
         )
     stored = ask.in_forward and not _narrow(layer)
     if stored:
-        # Nearly what runs, without a pass over the weights: see _folding_margin.
+        # Nearly what runs, without a pass over the weights: see _folding_growth.
         q, m = _by_heads(layer, layer.q_proj.weight), layer.output_matrix()
         m = m if head_scale is None else m.double() * head_scale.double()[:, None, None]
     else:
@@ -216,9 +216,9 @@ def attention_bound(layer: L2MultiheadAttention, ask: Ask, head_scale: Tensor | 
             gains = gains * head_scale.double()
         value = value + _folding_error(layer) * gains.amax() * q.double().norm()
     if stored:
-        return value * (1.0 + _folding_margin(layer))
+        return value * _folding_growth(layer)
     # Products of norms may leave the range of float64 although no factor is zero.
-    return torch.maximum(value, 1e-300 * ((q != 0).any() & (m != 0).any()).double())
+    return torch.maximum(value, FLOOR * ((q != 0).any() & (m != 0).any()).double())
 
 
 def effective_weights(
@@ -253,13 +253,13 @@ def _narrow(layer: L2MultiheadAttention) -> bool:
     return layer._stored().dtype in (torch.float16, torch.bfloat16)
 
 
-def _folding_margin(layer: L2MultiheadAttention) -> float:
-    """Relative growth of the constant by folding roots and factors into the weights and rounding them.
+def _folding_growth(layer: L2MultiheadAttention) -> float:
+    """1 + r or its square: how the constant grows by folding roots and factors into rounded weights.
 
-    Of both weights, or of the second alone where the norm of the first is that of what runs.
+    The square for both weights, or 1 + r where the norm of the first is that of what runs.
     """
     grown = 1.0 + rounding_margin(layer._stored())[0]
-    return (grown if _narrow(layer) else grown**2) - 1.0
+    return grown if _narrow(layer) else grown**2
 
 
 def _linf(layer: L2MultiheadAttention, q: Tensor, m: Tensor, spreads: Tensor) -> Tensor:
@@ -325,7 +325,7 @@ def contractive_head_bounds(
         norms: bounds of the norms of :func:`head_matrices`, and others behind them.
     """
     divisors = []
-    margin = _folding_margin(layer)
+    growth = _folding_growth(layer)
     lossy = layer._stored().dtype == torch.float16
     least = rounding_margin(layer._stored())[1]
     matrices = len({"heads" if ask.norm == "token" else "q" for ask in asks if ask.norm != "linf"})
@@ -339,15 +339,15 @@ def contractive_head_bounds(
                 # Rows of D = H d entries, each off by least / D.
                 rounded = layer.root().double().expand_as(q) * (least / layer.embed_dim)
                 lost = _lost(linf_bound_lean(q, rounded, spreads), bound)
-            divisors.append(Divisor(bound, margin, lost))
+            divisors.append(Divisor(bound * growth, lost))
             continue
         left = norms[0].square().sum().sqrt() if ask.norm == "token" else norms[matrices - 1]
         right = norms[matrices] if layer.v_proj is None else norms[matrices] + _folding_error(layer)
         # The factor covers the rounding of these products, and of a float64 product that formed m.
-        gains = tuple(gain * (1.0 + 4e-12) for gain in head_gains(layer, ask))
+        gains = tuple(gain * (1.0 + 4e-12) * growth for gain in head_gains(layer, ask))
         heads = layer.constants(gains, left.device)
         lost = _lost(heads.amax() * layer.root().amax() * least, heads * right) if lossy else None
-        divisors.append(Divisor(left * right * heads, margin, lost))
+        divisors.append(Divisor(left * right * heads, lost))
     return divisors
 
 

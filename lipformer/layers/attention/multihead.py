@@ -232,7 +232,8 @@ class L2MultiheadAttention(Layer):
                     "positions='alibi' and its slopes are given to the constructor together, got "
                     f"positions={given['positions']!r}, slopes={given['slopes']}"
                 )
-            value = exact_slopes(value, self.num_heads) if name == "slopes" and value else value
+            if name == "slopes" and value is not None:
+                value = exact_slopes(value, self.num_heads)
         super().__setattr__(name, value)
 
     @property
@@ -420,12 +421,16 @@ class L2MultiheadAttention(Layer):
         return out, cache if self.window is None else cache.latest(self.window - 1)
 
     def _stored(self) -> Tensor:
-        """A weight as stored, for its dtype: each look at a bounded one computes the bound."""
+        """A weight as stored, for shape and dtype: each look at a bounded one computes the bound."""
         raw = self.q_proj._parameters.get("weight")
         if raw is not None:
             return raw
-        self.check_projections()
-        return self.q_proj.get_parameter("parametrizations.weight.original")
+        try:
+            return self.q_proj.get_parameter("parametrizations.weight.original")
+        except AttributeError:
+            # Of several originals, as those of weight_norm, none is like the weight; a wrapper has none.
+            self.check_projections()
+            return self.q_proj.weight
 
     def _slopes(self, y: Tensor) -> Tensor | None:
         """The ALiBi slopes (H,)."""
@@ -463,7 +468,8 @@ class L2MultiheadAttention(Layer):
         if head_scale is not None:
             factor = without_subnormals(factor * head_scale[:, None], wide)
         weight = (matrix * factor.to(wide)).flatten(1)
-        return weight.to(self._stored().dtype, memory_format=torch.contiguous_format).contiguous()
+        # In one layout, so that a baked weight gives the same products to the last bit.
+        return weight.to(self._stored().dtype).contiguous()
 
     def read_out_bias(self, head_scale: Tensor | None = None) -> Tensor | None:
         """The bias (D,) of the output, or None."""
