@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lipformer.analysis.inputs import check_finite, refuse_autocast
 from lipformer.certificate import Ask
+from lipformer.certificate.bounds import bound_rules
 from lipformer.certificate.rules import check_forward, kind_of, methods_behind
 from lipformer.functional.attention.maps import AttentionMaps, TensorParts
 from lipformer.layers import L2MultiheadAttention
@@ -190,6 +191,8 @@ def attention_maps(attn: Attention) -> AttentionMaps:
     if isinstance(attn, nn.Module):
         refuse = Ask("l2", kind=kind_of(attn)).refuse
         own = next((c for c in type(attn).__mro__ if "attention_maps" in vars(c)), nn.MultiheadAttention)
+        for name, part in attn.named_children():
+            bound_rules.find(part, Ask("l2", path=name, kind=kind_of(part)).refuse)
         if isinstance(attn, own):
             # The maps are those of the forward that stands beside them.
             relied = methods_behind(own, ("forward", "attention_maps"))

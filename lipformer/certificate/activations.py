@@ -35,8 +35,8 @@ SLOPES: dict[type[nn.Module], float | Callable[..., float]] = {
     nn.Hardtanh: 1.0,
     nn.Tanhshrink: 1.0,
     nn.Softsign: 1.0,
-    # Beyond its threshold torch's softplus is the identity; at 20 the jump there is 2e-9.
-    nn.Softplus: lambda m: 1.0 if m.threshold >= 20 and m.beta > 0 else math.inf,
+    # Beyond its threshold torch's softplus is the identity; at 20 the jump there is 2e-9 / beta.
+    nn.Softplus: lambda m: 1.0 if m.threshold >= 20 and m.beta >= 0.1 else math.inf,
     nn.LogSigmoid: 1.0,
     nn.Softshrink: 1.0,
     nn.Sigmoid: 0.25,
@@ -73,5 +73,7 @@ def _(module: nn.Softmax, ask: Ask) -> Bound:
     # Over another dimension than the last one softmax mixes tokens.
     if module.dim != -1:
         ask.only("l2", "linf", instead="nn.Softmax(dim=-1)")
-        ask.along(module.dim or 0)  # without a dimension torch takes the first of three
+        # Without a dimension torch takes the first of one or three, else the second.
+        dim = (0 if ask.dims in (None, 1, 3) else 1) if module.dim is None else module.dim
+        ask.along(dim)
     return Bound(0.5, "softmax is 1/2-Lipschitz in every l_p")

@@ -310,7 +310,7 @@ def product_up(factors: Iterable[float | Tensor]) -> float | Tensor:
             tensor = (
                 factor
                 if tensor is None
-                else torch.addcmul(factor.new_full((), _FLOOR), tensor, factor, value=ROUND_UP)
+                else torch.addcmul(factor.new_full((), FLOOR), tensor, factor, value=ROUND_UP)
             )
         elif factor != 1.0 and not 0.0 < factor < math.inf:
             return factor if tensor is None else tensor * factor

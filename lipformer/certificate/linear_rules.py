@@ -50,7 +50,8 @@ def linear_bound(weight: Tensor, ask: Ask) -> Bound:
 @register_bound(nn.Linear)
 def _(module: nn.Linear, ask: Ask) -> Bound:
     coeff = None if ask.norm == "linf" else known_coefficient(module)
-    if coeff is None or (not ask.in_forward and any(map(is_cast, module.parameters()))):
+    stored = (*module.parameters(), *module.buffers())
+    if coeff is None or (not ask.in_forward and any(map(is_cast, stored))):
         return linear_bound(module.weight, ask)
     return Bound(coeff, "spectrally bounded weight")
 
@@ -115,16 +116,17 @@ def repeats_pixels(module: nn.Conv1d | nn.Conv2d) -> bool:
     """Whether padding lets a tap see a pixel twice, which conv_bound does not cover in l2.
 
     Zero padding never does. Circular padding does not if the output has the input's size: stride 1
-    and 2 padding = dilation (kernel_size - 1), so that each tap is a rotation of the pixels.
+    and both sides together dilation (kernel_size - 1), so that each tap is a rotation of the pixels.
     """
     if module.padding_mode == "zeros":
         return False
     if module.padding_mode != "circular" or any(s != 1 for s in module.stride):
         return True
-    if isinstance(module.padding, str):
-        return module.padding != "same"
-    sizes = zip(module.padding, module.dilation, module.kernel_size, strict=True)
-    return any(2 * p != d * (k - 1) for p, d, k in sizes)
+    # What torch pads by, whatever `padding` was set to later: pairs, the last dimension first.
+    sides = module._reversed_padding_repeated_twice
+    pads = [sides[i] + sides[i + 1] for i in range(0, len(sides), 2)][::-1]
+    kernel_size = module.weight.shape[2:]
+    return any(p != d * (k - 1) for p, d, k in zip(pads, module.dilation, kernel_size, strict=True))
 
 
 def _conv_rule(module: nn.Conv1d | nn.Conv2d, ask: Ask) -> Bound:

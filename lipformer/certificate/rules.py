@@ -148,9 +148,11 @@ def _changed(module: nn.Module, relied: Mapping[str, object]) -> str | None:
         if getattr(cls, name) is not method or (name != "forward" and name in module.__dict__):
             return name
     for name in _CALLING:
-        if getattr(cls, name) is not getattr(nn.Module, name):
+        if getattr(cls, name) is not getattr(nn.Module, name) or name in module.__dict__:
             return name
-    return None
+    compiled = module.__dict__.get("_compiled_call_impl")  # by module.compile(), of the call itself
+    same = getattr(compiled, "_torchdynamo_orig_callable", compiled) in (None, module._call_impl)
+    return None if same else "_compiled_call_impl"
 
 
 def refuse_hooks(module: nn.Module, refuse: Refuse, teach: str = "the forward of its class") -> None:

@@ -55,6 +55,12 @@ def mixed_axes(module: nn.Module) -> str | None:
     )
 
 
+def _refuse_mixed_axes(module: nn.Module, ask: Ask) -> None:
+    mixed = None if ask.in_forward or tracing() else mixed_axes(module)
+    if mixed is not None:
+        raise ask.refuse(mixed, "attention with batch_first=True")
+
+
 def parts_of(module: nn.Module) -> dict[str, nn.Module]:
     """The modules that a Sequential runs; unlike named_children(), a module's second use too."""
     return {name: part for name, part in module._modules.items() if part is not None}
@@ -63,9 +69,7 @@ def parts_of(module: nn.Module) -> dict[str, nn.Module]:
 @register_bound(nn.Sequential)
 def sequential_bound(module: nn.Sequential, ask: Ask) -> Bound:
     """The product of the parts' bounds."""
-    mixed = None if ask.in_forward or tracing() else mixed_axes(module)
-    if mixed is not None:
-        raise ask.refuse(mixed, "attention with batch_first=True")
+    _refuse_mixed_axes(module, ask)
     return ask.in_turn(
         partial(Ask.child, module=child, name=name) for name, child in parts_of(module).items()
     )
@@ -186,12 +190,15 @@ def _(module: nn.TransformerEncoderLayer, ask: Ask) -> Bound:
         if part.tokens != KEPT or part.dims != KEPT:
             raise ask.refuse(f"{name} ({part.kind}) changes the number of tokens", "parts that keep it")
     width = getattr(module.self_attn, "embed_dim", None)
-    if getattr(module.linear2, "out_features", width) != width:
-        # x + f(x) would broadcast, which has another constant.
-        raise ask.refuse(
-            f"linear2 has {module.linear2.out_features} outputs for tokens of width {width}",
-            f"linear2 with {width} outputs",
-        )
+    ends = {name: getattr(module, name) for name in names if name != "linear1"}
+    ends["out_proj"] = getattr(module.self_attn, "out_proj", module.self_attn)
+    for name, end in ends.items():
+        outputs = [leaf.out_features for leaf in chain(end, ask) if hasattr(leaf, "out_features")]
+        if outputs and outputs[-1] != width:
+            # x + f(x) would broadcast, which has another constant.
+            raise ask.refuse(
+                f"{name} has {outputs[-1]} outputs for tokens of width {width}", f"{width} outputs"
+            )
     attention = times(parts["self_attn"], parts["dropout1"])
     feed_forward = times(
         parts["linear1"],
@@ -213,6 +220,7 @@ def _(module: nn.TransformerEncoderLayer, ask: Ask) -> Bound:
 
 @register_bound(nn.TransformerEncoder)
 def _(module: nn.TransformerEncoder, ask: Ask) -> Bound:
+    _refuse_mixed_axes(module, ask)
     parts = {f"layers.{i}": layer for i, layer in enumerate(module.layers)}
     if module.norm is not None:
         parts["norm"] = module.norm

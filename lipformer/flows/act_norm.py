@@ -100,5 +100,5 @@ def _(module: ActNorm, ask: Ask) -> Bound:
             "its first training batch would change its scale after it was divided by its bound",
             "initialize(x) before it goes into a contractive or invertible branch",
         )
-    largest = module.log_scale.double().max().exp() * ROUND_UP**2
+    largest = module.log_scale.exp().double().max() * ROUND_UP**2  # as forward has it, in its dtype
     return Bound(at_least_one(largest), "max exp(s), 1 at padding")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lipformer.estimates.jacobian_products import differentiable_kernels
 from lipformer.layers import frozen
-from lipformer.layers.branch import active_dropout, call_branch
+from lipformer.layers.branch import active_dropout, apart, call_branch
 from lipformer.layers.layout import without_padding
 from lipformer.layers.residual import same_shape
 
@@ -21,7 +21,7 @@ def masked_branch(branch: nn.Module, x: Tensor, padding: Tensor | None) -> Tenso
     Padded tokens enter as zeros and leave as zeros, so that the Jacobian has zero rows and columns
     there, I + J is the identity there, and not even a NaN in them reaches a gradient.
     """
-    out = call_branch(branch, without_padding(x, padding), padding)
+    out = call_branch(branch, without_padding(apart(x, branch), padding), padding)
     return without_padding(same_shape(x, out), padding)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from lipformer.certificate import Ask
-from lipformer.certificate.torch_rules import mixed_axes, parts_of
+from lipformer.certificate.torch_rules import DROPOUTS, mixed_axes, parts_of
 from lipformer.layers.per_head import per_head
 
 
@@ -64,6 +64,27 @@ def call_branch(
         options["need_weights"] = False
     out = module(x, **options)
     return out[0] if isinstance(out, tuple) else out
+
+
+def overwrites(module: nn.Module) -> bool:
+    """Whether a module writes into the tensor that it is given, as in-place activations do."""
+    if getattr(module, "inplace", False) is True:
+        return True
+    if isinstance(module, nn.Sequential):
+        for part in parts_of(module).values():
+            if overwrites(part) or not isinstance(part, _PASSING):
+                return overwrites(part)
+    inner = module._modules.get("module")  # of a wrapper
+    return inner is not None and overwrites(inner)
+
+
+# What may give on the very tensor that it was given.
+_PASSING = (nn.Identity, nn.Flatten, nn.Unflatten, nn.Sequential, *DROPOUTS)
+
+
+def apart(x: Tensor, branch: nn.Module) -> Tensor:
+    """x for a branch beside which it is needed again: a copy, if the branch would overwrite it."""
+    return x.clone() if overwrites(branch) else x
 
 
 def one_layout(branch: nn.Module) -> nn.Module:

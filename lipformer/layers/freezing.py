@@ -64,7 +64,7 @@ class Freezable(Layer):
 def frozen(module: nn.Module) -> Iterator[None]:
     """Context in which normalised weights and bounds are computed once.
 
-    Weights must not change inside. Freezes may be nested.
+    Weights, settings and parts must not change inside. Freezes may be nested.
 
     Example:
         >>> import lipformer as lf

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from lipformer.certificate import Ask, Bound, register_bound, weighted_sum
-from lipformer.layers.branch import Call, call_branch, one_layout
+from lipformer.layers.branch import Call, apart, call_branch, one_layout
 from lipformer.layers.decoding import Cache, register_step, step_module
 from lipformer.layers.one_pass import OnePass
 from lipformer.layers.own_token import push_own, register_own_token
@@ -36,7 +36,7 @@ class Residual(OnePass):
     def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """Shapes as the branch's; the mask is passed on to it."""
         with self.one_pass():
-            return self.mix(x, call_branch(self.branch, x, key_padding_mask))
+            return self.mix(x, call_branch(self.branch, apart(x, self.branch), key_padding_mask))
 
     def mix(self, x: Tensor, out: Tensor) -> Tensor:
         """x + out."""
@@ -62,7 +62,7 @@ class ConvexResidual(OnePass):
     def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """Shapes as the branch's; the mask is passed on to it."""
         with self.one_pass():
-            return self.mix(x, call_branch(self.branch, x, key_padding_mask))
+            return self.mix(x, call_branch(self.branch, apart(x, self.branch), key_padding_mask))
 
     def mix(self, x: Tensor, out: Tensor) -> Tensor:
         """(1 - a) x + a out."""
@@ -80,7 +80,7 @@ def _(module: Residual, ask: Ask) -> Bound:
 
 @register_bound(ConvexResidual)
 def _(module: ConvexResidual, ask: Ask) -> Bound:
-    a = module.weight
+    a = float(module.weight)
     branch = ask.child(module.branch, "branch")
     return weighted_sum((1.0 - a, a), (None, branch), f"convex residual {1 - a:g} + {a:g} L")
 
@@ -88,14 +88,14 @@ def _(module: ConvexResidual, ask: Ask) -> Bound:
 def _step(
     module: Residual | ConvexResidual, x: Tensor, cache: Cache, call: Call
 ) -> tuple[Tensor, Cache]:
-    out, cache = step_module(module.branch, x, cache, call.key_padding_mask)
+    out, cache = step_module(module.branch, apart(x, module.branch), cache, call.key_padding_mask)
     return module.mix(x, out), cache
 
 
 def _push(
     module: Residual | ConvexResidual, x: Tensor, tangents: Tensor, call: Call
 ) -> tuple[Tensor, Tensor]:
-    out, pushed = push_own(module.branch, x, tangents, call.key_padding_mask)
+    out, pushed = push_own(module.branch, apart(x, module.branch), tangents, call.key_padding_mask)
     return module.mix(x, out), module.mix(tangents, pushed)
 
 

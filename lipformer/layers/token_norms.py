@@ -35,9 +35,8 @@ class CenterNorm(nn.Module):
         if x.shape[-1] != self.dim:
             raise ValueError(f"the last dimension must be {self.dim}, got shape {tuple(x.shape)}")
         centred = (x - x.mean(-1, keepdim=True)) * (self.dim / (self.dim - 1))
-        if self.weight is None or self.bias is None:
-            return centred
-        return centred * self.weight + self.bias
+        scaled = centred if self.weight is None else centred * self.weight
+        return scaled if self.bias is None else scaled + self.bias
 
     def extra_repr(self) -> str:
         return f"{self.dim}, elementwise_affine={self.weight is not None}"

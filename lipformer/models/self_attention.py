@@ -42,7 +42,6 @@ class DotProductSelfAttention(Layer):
     ) -> None:
         super().__init__()
         self.num_heads = num_heads
-        self.head_dim = dim // num_heads
 
         def linear(coeff: float | None, bias: bool) -> nn.Linear:
             if coeff is not None:
@@ -58,6 +57,11 @@ class DotProductSelfAttention(Layer):
         self.k_proj = linear(logit_coeff, False)
         self.v_proj = linear(value_coeff, False)
         self.out_proj = linear(value_coeff, True)
+
+    @property
+    def head_dim(self) -> int:
+        """The width of a head."""
+        return self.q_proj.out_features // self.num_heads
 
     def forward(self, x: Tensor) -> Tensor:
         """(*, N, D) -> (*, N, D)."""

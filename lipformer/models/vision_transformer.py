@@ -48,6 +48,8 @@ class PixelNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, C, H, W)."""
+        if x.shape[-3] != len(self.mean):
+            raise ValueError(f"images must have {len(self.mean)} channels, got shape {tuple(x.shape)}")
         return (x - self.mean) / self.std
 
 

@@ -18,7 +18,8 @@ import lipformer as lf
 from lipformer.flows import InvertibleResidual, NotConverged, solve_fixed_point
 from lipformer.flows.solve.causal import solve_causal
 from lipformer.flows.solve.norms import l2_size
-from lipformer.flows.solve.wide import DISTURBANCE, evaluate_widely
+from lipformer.flows.solve.rounding import evaluate_widely
+from lipformer.functional.wide import DISTURBANCE
 from tests.flows.blocks import block
 
 Array = np.ndarray

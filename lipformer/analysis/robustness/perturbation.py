@@ -9,9 +9,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from lipformer.analysis.inputs import check_samples, radii
+from lipformer.analysis.inputs import check_samples, radii, refuse_autocast
 from lipformer.analysis.maps import HasAttentionMaps, attention_maps
-from lipformer.analysis.robustness.effective import effective
 from lipformer.analysis.robustness.lofast import Modulus, lofast_modulus
 from lipformer.analysis.robustness.lofast_terms import EXACT
 from lipformer.certificate import Ask, NotCertifiable
@@ -19,8 +18,9 @@ from lipformer.certificate.bounds import answer
 from lipformer.certificate.rules import Rules, kind_of
 from lipformer.certificate.torch_rules import chain, parts_of
 from lipformer.functional.rounding import FLOOR, ROUND_UP, enlarge
+from lipformer.functional.wide import NotWide, Wide, plain
 from lipformer.layers import BallProjection, ConvexResidual, Residual
-from lipformer.layers.branch import call_branch
+from lipformer.layers.branch import apart, call_branch
 from lipformer.layers.residual import same_shape
 
 Rule = Callable[[nn.Module, Tensor], "tuple[Tensor, Modulus]"]
@@ -31,7 +31,9 @@ _rules: Rules[Rule] = Rules("modulus", "lipformer.analysis.register_perturbation
 def register_perturbation(module_class: type[nn.Module]) -> Callable[[_R], _R]:
     """Decorator: teaches :func:`perturbation_bound` a module class.
 
-    The rule gets the module and x (B, *) in float64 and returns the output and its modulus at x: a
+    The rule gets the module and x (B, *) in float64, which a module in less than float64 takes as if it
+    were of its dtype (:class:`~lipformer.functional.wide.Wide`; ``plain(x)`` is an ordinary tensor). It
+    returns the output and its modulus at x: a
     function that takes bounds of the perturbation of each sample of x, (B,) in float64, to bounds of
     that of the output, and grows with them. It serves subclasses that keep the class's ``forward``.
     Classes without a rule need none if :func:`lipformer.certify` has a bound for them.
@@ -77,16 +79,41 @@ def perturbation_bound(module: nn.Module, x: Tensor, delta: float | Tensor) -> t
     """
     check_samples(x)
     radius = radii(delta, x.shape[:1], x.device, "delta")
-    y, modulus = modulus_of(effective(module), x.detach().double())
-    return y.to(x.dtype), modulus(radius)
+    y, modulus = modulus_of(module, tokens_for(module, x))
+    return plain(y).to(x.dtype), modulus(radius)
+
+
+def tokens_for(module: nn.Module, x: Tensor) -> Tensor:
+    """A copy of x in float64, at which a module is evaluated as the function that it is.
+
+    For a module in less than float64 they are :class:`~lipformer.functional.wide.Wide`.
+    """
+    refuse_autocast(module)
+    copied = x.detach().to(torch.float64, copy=True)
+    own = next((p.dtype for p in module.parameters() if p.is_floating_point()), x.dtype)
+    return copied if own == torch.float64 else Wide.of(copied, own)
+
+
+def _run(module: nn.Module, x: Tensor) -> Tensor:
+    """The module's output at x; refuses where that cannot be had in float64."""
+    try:
+        return call_branch(module, x)
+    except NotWide as error:
+        raise NotCertifiable(
+            "", kind_of(module), f"it cannot be evaluated in float64: {error}", "module.double()"
+        ) from error
 
 
 def modulus_of(module: nn.Module, x: Tensor) -> tuple[Tensor, Modulus]:
     """The output at x (B, *) and its modulus there (see :func:`register_perturbation`)."""
     rule = _rule_of(module)
     if rule is None:
-        return call_branch(module, x), _times(_constant(module, x))
-    y, local = rule(module, x)
+        return _run(module, x), _times(_constant(module, x))
+    y, found = rule(module, x)
+
+    def local(delta: Tensor) -> Tensor:
+        return plain(found(delta))
+
     try:
         constant = _bound(module, x)
     except NotCertifiable:
@@ -161,14 +188,14 @@ def _(module: nn.Sequential, x: Tensor) -> tuple[Tensor, Modulus]:
 @register_perturbation(BallProjection)
 def _(module: BallProjection, x: Tensor) -> tuple[Tensor, Modulus]:
     y = module(x)
-    lengths = torch.linalg.vector_norm(y, dim=-1)
+    lengths = torch.linalg.vector_norm(plain(y), dim=-1)
     reach = (lengths + module.radius)[:, None].flatten(1)  # (B, tokens): one where x is (B, D)
     widest = enlarge(torch.linalg.vector_norm(reach, dim=1))
     return y, lambda delta: torch.minimum(delta, widest)
 
 
 def _attention(module: nn.Module, x: Tensor) -> tuple[Tensor, Modulus]:
-    return _attend(module, x), lofast_modulus(module, x)
+    return _attend(module, x), lofast_modulus(module, plain(x))
 
 
 def _attend(module: nn.Module, x: Tensor) -> Tensor:
@@ -184,12 +211,11 @@ def _attend(module: nn.Module, x: Tensor) -> Tensor:
         )
     if x.ndim != 3:
         raise ValueError(f"{ask.kind} needs tokens (B, N, D), got shape {tuple(x.shape)}")
+    if not isinstance(module, nn.MultiheadAttention):
+        return _run(module, x)
     # torch's layer takes queries, keys and values apart: its maps are the same function.
-    return (
-        attention_maps(module)(x)
-        if isinstance(module, nn.MultiheadAttention)
-        else call_branch(module, x)
-    )
+    out = attention_maps(module)(plain(x))
+    return Wide.of(out, x.claim) if isinstance(x, Wide) else out
 
 
 register_perturbation(nn.MultiheadAttention)(_attention)
@@ -210,23 +236,23 @@ def _residual(branch: nn.Module, x: Tensor, kept: float, added: float) -> tuple[
     split = _projected_attention(branch)
     if split is not None and split[0] == math.inf:
         out = _attend(split[1], x)
-        joint = lofast_modulus(split[1], x, residual=kept, scale=added)
+        joint = lofast_modulus(split[1], plain(x), residual=kept, scale=added)
         return kept * x + added * same_shape(x, out), joint
-    out, inner = _child(branch, "branch", x)
+    out, inner = _child(branch, "branch", apart(x, branch))
     y = kept * x + added * same_shape(x, out)
 
-    def apart(delta: Tensor) -> Tensor:
+    def added_up(delta: Tensor) -> Tensor:
         return (abs(kept) * delta + abs(added) * inner(delta)) * ROUND_UP**2
 
     # For more tokens the norm of both together is bounded by the sum, and there is nothing to gain.
     if split is None or x.shape[-2] * x.shape[-1] > EXACT:
-        return y, apart
+        return y, added_up
     radius, attention = split
-    within = lofast_modulus(attention, x, residual=kept, scale=added)
-    longest = enlarge(torch.linalg.vector_norm(x, dim=-1).amax(-1))
+    within = lofast_modulus(attention, plain(x), residual=kept, scale=added)
+    longest = enlarge(torch.linalg.vector_norm(plain(x), dim=-1).amax(-1))
 
     def modulus(delta: Tensor) -> Tensor:
-        total = apart(delta)
+        total = added_up(delta)
         inside = (longest + delta) * ROUND_UP <= radius
         return torch.where(inside, torch.minimum(total, within(delta)), total)
 

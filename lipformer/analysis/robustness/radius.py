@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from lipformer.analysis.inputs import check_samples, radii
-from lipformer.analysis.robustness.effective import effective
 from lipformer.analysis.robustness.lofast import Modulus
-from lipformer.analysis.robustness.perturbation import modulus_of
+from lipformer.analysis.robustness.perturbation import modulus_of, tokens_for
 from lipformer.certificate import Ask
-from lipformer.certificate.rules import kind_of, refuse_hooks
+from lipformer.certificate.rules import check_forward, kind_of, methods_behind, refuse_hooks
 from lipformer.certificate.torch_rules import chain
-from lipformer.functional.rounding import enlarge, multiply_down
+from lipformer.functional.rounding import enlarge
+from lipformer.functional.wide import plain
 from lipformer.layers.scaled import Scaled
 
 _DOUBT = 1e-9
@@ -146,16 +146,17 @@ def _tests(
         )
     if len(x) == 0:
         return
-    parts = _parts(model, x[:1])
+    parts = _parts(model, x)
     *body, head = parts.values()
     weight = _head_weight(head)
     hidden_part = nn.Sequential(OrderedDict(list(parts.items())[:-1]))
     for some, part in zip(x.split(batch_size), y.split(batch_size), strict=True):
-        hidden, moved = modulus_of(hidden_part, some.double()) if body else (some.double(), torch.clone)
+        tokens = tokens_for(model, some)
+        hidden, moved = modulus_of(hidden_part, tokens) if body else (tokens, torch.clone)
         logits, spread = modulus_of(head, hidden)
         if logits.ndim != 2:
             raise ValueError(f"the model must give logits (B, K), got shape {tuple(logits.shape)}")
-        yield _test(logits, part.long(), moved, spread, weight), part
+        yield _test(plain(logits), part.long(), moved, spread, weight), part
 
 
 def _test(
@@ -180,16 +181,17 @@ def _test(
 
 
 def _parts(model: nn.Module, image: Tensor) -> dict[str, nn.Module]:
-    """The modules that a model runs one after another, in float64."""
-    body = getattr(model, "body", model)
-    if not isinstance(body, nn.Module) or type(body).forward is not nn.Sequential.forward:
+    """The modules that a model runs one after another."""
+    body = model if isinstance(model, nn.Sequential) else getattr(model, "body", model)
+    if not isinstance(body, nn.Sequential):
         raise TypeError(
             "the model must be an nn.Sequential or have one as its attribute body, got "
             f"{type(model).__name__}"
         )
+    relied = methods_behind(nn.Sequential, ("forward", "__iter__"))
+    check_forward(body, nn.Sequential, relied, Ask("l2", kind=kind_of(body)).refuse, "parts")
     if body is not model and not _only_calls(model, body, image):
         raise ValueError(f"{type(model).__name__} computes something else than its body")
-    body = effective(body)
     parts = {name: child for name, child in body._modules.items() if child is not None}
     # The head may be the last module of a Sequential that is itself the last.
     name, last = parts.popitem()
@@ -235,7 +237,7 @@ def _head_weight(head: nn.Module) -> Tensor | None:
     """The matrix (K, D) of a linear last layer; None for other layers."""
     if isinstance(head, Scaled) and head.factor.numel() == 1:
         inner = _head_weight(head.module)
-        return None if inner is None else multiply_down(inner, head.factor)
+        return None if inner is None else inner * head.factor.double()  # at least what runs
     if isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward:
-        return head.weight.detach()
+        return head.weight.detach().double()
     return None

@@ -17,7 +17,7 @@ class _Pair(NamedTuple):
     noise: Tensor
     data: Tensor
     log_det: Tensor | None
-    modes: list[bool]
+    modes: list[object]
     tensors: list[Tensor]
 
 
@@ -85,10 +85,10 @@ class NoiseToData(Adapted):
         same = modes == kept.modes and len(tensors) == len(kept.tensors)
         return kept if same and all(map(_equal, tensors, kept.tensors)) else None
 
-    def _state(self, noise: Tensor, data: Tensor) -> tuple[list[bool], list[Tensor]]:
-        """What a pair depends on: modes, and the numbers of the pair itself, weights and buffers."""
+    def _state(self, noise: Tensor, data: Tensor) -> tuple[list[object], list[Tensor]]:
+        """What a pair depends on: settings, and the numbers of the pair itself, weights and buffers."""
         tensors = (noise, data, *self.block.parameters(), *self.block.buffers())
-        modes = [torch.is_grad_enabled(), *(part.training for part in self.block.modules())]
+        modes = [torch.is_grad_enabled(), repr(self.block), *(m.training for m in self.block.modules())]
         return modes, [t.detach() for t in tensors]
 
     def _checked(self, data: Tensor) -> Tensor:

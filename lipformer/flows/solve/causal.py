@@ -25,7 +25,7 @@ from lipformer.flows.solve.fixed_point import (
     check_problem,
     largest_entry,
 )
-from lipformer.flows.solve.wide import rounding_of
+from lipformer.flows.solve.rounding import rounding_of
 from lipformer.functional.rounding import enlarge
 
 # Tokens after the front stay within this multiple of the sizes known so far.

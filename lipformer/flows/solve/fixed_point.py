@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lipformer.flows.solve.anderson import History
 from lipformer.flows.solve.norms import Measure
-from lipformer.flows.solve.wide import rounding_of
+from lipformer.flows.solve.rounding import rounding_of
 from lipformer.functional.rounding import enlarge
 
 # How many evaluations acceleration may lie behind plain steps before it is given up.

@@ -16,7 +16,7 @@ from torch import Tensor
 from lipformer.certificate import Ask, Bound, register_bound
 from lipformer.certificate.linear_rules import linf_norm
 from lipformer.functional import l2_gain, row_spread, spectral_norm_bound
-from lipformer.functional.rounding import FLOOR, enlarge, running
+from lipformer.functional.rounding import FLOOR, enlarge, running, running_dtype
 from lipformer.layers.attention.key_cache import KeyCache
 from lipformer.layers.attention.multihead import L2MultiheadAttention
 from lipformer.layers.branch import Call
@@ -157,7 +157,15 @@ def head_gains(layer: L2MultiheadAttention, ask: Ask) -> tuple[float, ...]:
     if layer.any_mask and ask.norm == "l2":
         # Theorem C+ for any 0/1 mask with so many ones in a row or column.
         extra.append(l2_gain(n if layer.window is None else min(n, layer.window), theorem="C+"))
-    return tuple(max([gain, *extra]) for gain in gains)
+    return tuple(max([gain, *extra]) * _turning(layer, ask) for gain in gains)
+
+
+def _turning(layer: L2MultiheadAttention, ask: Ask) -> float:
+    """What turning by rotary positions and back adds: each cosine and sine is off by half an ulp."""
+    if layer.positions != "rotary":
+        return 1.0
+    stored = layer._stored()
+    return (1.0 + torch.finfo(stored.dtype if ask.in_forward else running_dtype(stored)).eps / 2.0) ** 2
 
 
 def head_spreads(layer: L2MultiheadAttention, ask: Ask) -> tuple[float, ...]:

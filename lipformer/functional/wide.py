@@ -1,10 +1,10 @@
-r"""A branch evaluated a second time, in float64 and with every operand disturbed, to tell its rounding.
+r"""A module as the function that it is in exact arithmetic, evaluated in float64.
 
-The function that is inverted is the branch in exact arithmetic, with the weights that it multiplies by
-as they stand after all normalising and rounding. :class:`Wide` tokens find its values without a copy of
-the branch: they say that they have the dtype of the tokens they stand for, so that whatever is derived
-from weights alone is the same to the last bit, and they are float64, so that whatever happens to them
-happens in float64.
+That function multiplies by the weights as they stand after all normalising and rounding in the module's
+own dtype (docs/certificates, "The function"). :class:`Wide` tokens find its values without a copy of the
+module: they say that they have the dtype of the tokens they stand for, so that whatever is derived from
+weights alone is the same to the last bit, and they are float64, so that whatever happens to them happens
+in float64.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Relative size of the disturbances: 16 roundings of float64. Each operand of each operation is off by
-# up to it, which is more than the operation's own rounding, and sums of many terms err no worse.
+# Relative size of the disturbances that show how an evaluation rounds: 16 roundings of float64. Each
+# operand of each operation is off by up to it, which is more than the operation's own rounding, and sums
+# of many terms err no worse.
 DISTURBANCE = 2.0**-49
 
 # Operations that round nothing: what they give is disturbed when it is used.
@@ -34,7 +35,7 @@ class NotWide(TypeError):
     """Says that wide tokens were written into, or became, a tensor of another precision."""
 
 
-class _Noise:
+class Noise:
     """Factors that disturb: one sequence of random numbers, read from another place each time."""
 
     _PLACES = 4096
@@ -63,10 +64,10 @@ class Wide(Tensor):
     """Tokens in float64 that say they are of another dtype."""
 
     claim: torch.dtype
-    noise: _Noise
+    noise: Noise | None
 
     @classmethod
-    def of(cls, x: Tensor, claim: torch.dtype, noise: _Noise) -> Wide:
+    def of(cls, x: Tensor, claim: torch.dtype, noise: Noise | None = None) -> Wide:
         """x as wide tokens; raises NotWide unless it is float64."""
         if x.is_floating_point() and x.as_subclass(Tensor).dtype != torch.float64:
             raise NotWide(f"an operation on float64 tokens gave {x.dtype}")
@@ -103,13 +104,19 @@ class Wide(Tensor):
                 if isinstance(value, Tensor):
                     if value is written or not value.is_floating_point():
                         return value
-                    return value.as_subclass(Tensor).double() if exact else like.noise.disturb(value)
+                    if exact or like.noise is None:
+                        return value.as_subclass(Tensor).double()
+                    return like.noise.disturb(value)
                 if isinstance(value, torch.dtype) and value.is_floating_point:
                     return torch.float64
                 if type(value) in (list, tuple):
                     return type(value)(map(operand, value))
                 return value
 
+            if name == "rms_norm" and kwargs.get("eps", (*args, None, None)[3]) is None:
+                # Its default is that of the precision it is computed in, at least float32.
+                computed = torch.promote_types(like.claim, torch.float32)
+                args, kwargs = args[:3], {**kwargs, "eps": torch.finfo(computed).eps}
             out = func(*map(operand, args), **{key: operand(value) for key, value in kwargs.items()})
 
         def wrap(value: Any) -> Any:
@@ -142,48 +149,6 @@ def _cast(x: Tensor, like: Wide) -> Tensor:
     return x if isinstance(x, Wide) else x.to(device=like.device, dtype=like.claim)
 
 
-@torch.no_grad()
-def evaluate_widely(branch: Callable[[Tensor], Tensor], x: Tensor) -> Tensor | None:
-    """The branch at x in float64, disturbed; None where it cannot be evaluated so.
-
-    Args:
-        branch: f, of torch's operations; it was evaluated at x before.
-        x: points, in any floating-point dtype.
-
-    Returns:
-        f(x) in float64, up to its rounding and the disturbances.
-    """
-    try:
-        out = branch(Wide.of(x.detach().double(), x.dtype, _Noise(x.device)))
-    except (TypeError, RuntimeError):
-        # It ran in its own precision, so that what fails is the second one: there is no promise then.
-        return None
-    return out.as_subclass(Tensor) if isinstance(out, Wide) else None
-
-
-def rounding_of(
-    branch: Callable[[Tensor], Tensor], y: Tensor, x: Tensor, image: Tensor, together: int
-) -> Tensor:
-    r"""How far the computed image y - f(x) may lie from the exact one, entry by entry, estimated.
-
-    Twice what it differs by from a second evaluation in float64. In float64 itself that shows the
-    disturbances, larger than its rounding by an order of magnitude, but at random: of few numbers all
-    may be small, so that more is allowed for them.
-
-    Args:
-        branch: f.
-        y: (B, *).
-        x: point (B, *).
-        image: y - f(x) as computed in their dtype (B, *).
-        together: how many tokens are measured together.
-
-    Returns:
-        (B, *) in float64; infinite where the branch cannot be evaluated in float64.
-    """
-    wide = evaluate_widely(branch, x)
-    if wide is None:
-        return torch.full_like(y, torch.inf, dtype=torch.float64)
-    spare = 2.0 if torch.finfo(y.dtype).eps > DISTURBANCE else 2.0 + 6.0 / max(together, 1)
-    terms = y.double().abs() + x.double().abs() + image.double().abs()
-    gap = spare * (image.double() - (y.double() - wide)).abs() + 2.0**-51 * terms
-    return torch.where(torch.isfinite(gap), gap, torch.inf)
+def plain(x: Tensor) -> Tensor:
+    """Tokens as an ordinary tensor: wide ones in float64."""
+    return x.as_subclass(Tensor)
