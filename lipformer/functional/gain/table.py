@@ -52,8 +52,8 @@ def read_table() -> Table:
 def tabulated_gain(keys: float, is_causal: bool, slope: float = 0.0) -> float:
     """Theorem G without a mask, or causal with a window or ALiBi; infinite beyond the table.
 
-    Rows and masses enter the theorem as upper bounds only, and a smaller slope is covered by a larger
-    one's block sums. So the value of the next larger number of keys, or smaller slope, is valid.
+    Rows and masses enter the theorem as upper bounds only, and ALiBi's bound falls with the slope. So
+    the value of the next larger number of keys, or of the next smaller slope, is valid.
 
     Args:
         keys: Number of keys that a row sees, its own included; may be ``math.inf``.
