@@ -88,20 +88,17 @@ def test_code_that_a_page_names_exists(page: Path) -> None:
 # even number of tokens, of which all but one stand on a line.
 BY_LENGTH: dict[str, dict[str, Any]] = {
     "E (self)": {"norm": "self"},
-    "A": {"theorem": "A"},
-    "A+": {"theorem": "A+"},
-    "A++": {"theorem": "A++"},
-    "B causal": {"is_causal": True, "theorem": "B"},
-    "B+ causal": {"is_causal": True, "theorem": "B+"},
-    "B++ causal": {"is_causal": True, "theorem": "B++"},
-    "C+ any mask": {"theorem": "C+"},
+    "closed": {"theorem": "closed"},
+    "G": {"theorem": "G"},
+    "closed causal": {"is_causal": True, "theorem": "closed"},
+    "G causal": {"is_causal": True, "theorem": "G"},
+    "G any mask": {"theorem": "any mask"},
     "D (token)": {"norm": "token"},
     "published": {"theorem": "kim2021"},
 }
 BY_SLOPE: dict[str, dict[str, Any]] = {
     "E (self)": {"norm": "self"},
-    **{name: {"theorem": name} for name in ("B", "B+", "B++", "C", "C+")},
-    "smallest (l2)": {},
+    **{name: {"theorem": name} for name in ("closed", "G")},
     "D (token)": {"norm": "token"},
 }
 

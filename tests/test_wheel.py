@@ -113,6 +113,7 @@ def test_the_wheel_holds_the_package_alone(wheel: Path, wheel_metadata: Message)
     assert {name for name in names if name.startswith("lipformer/")} == {
         *modules,
         "lipformer/py.typed",
+        "lipformer/functional/gain/table.json",
     }
     assert f"{info}/licenses/LICENSE" in names
 

@@ -1,4 +1,4 @@
-r"""Theorems C, C+, D and E for a dense bias: a tensor (*, N, N) added to the logits.
+r"""Theorems G, C, C+, D and E for a dense bias: a tensor (*, N, N) added to the logits.
 
 P_ij is proportional to :math:`e^{b_{ij}} K_{ij}`; -inf hides a key. Everything is computed in
 float64, one (N, N) matrix of the batch at a time, and a batch gets its largest gain.
@@ -16,6 +16,7 @@ from lipformer.functional.attention.checks import OWN_KEY_RULE
 from lipformer.functional.gain.lambertw import wright_omega_tensor
 from lipformer.functional.gain.pointwise import pointwise
 from lipformer.functional.gain.rows import spread, theorem_d, theorem_e
+from lipformer.functional.gain.table import tabulated_any
 from lipformer.functional.rounding import enlarge
 
 # Values of the free parameter x that Theorem C+ tries: with them it is within 1% of its best.
@@ -103,6 +104,12 @@ def dense_theorem_e(b: Tensor) -> float:
     return _round_up_sum(theorem_e(dense_log_mass(b)), b)
 
 
+def dense_theorem_g(b: Tensor) -> float:
+    """Bounds the gain in the l2 norm under a bias (N, N) by its two masses (docs/theory, Theorem G)."""
+    masses = [_round_up_sum(b.exp().sum(dim).max().item(), b) for dim in (1, 0)]
+    return 1.0 if masses[0] == 0 else tabulated_any(*masses)
+
+
 def dense_theorem_c(b: Tensor) -> float:
     r"""Bounds the gain in the l2 norm under a bias: :math:`\sqrt S + 2 m + 2 \sqrt{m c}`.
 
@@ -154,7 +161,7 @@ def dense_theorem_c_plus(b: Tensor) -> float:
 
 
 def structured_mask(b: Tensor) -> str | None:
-    """Says whether a bias is no mask at all ("full") or the causal mask ("causal"), for A and B.
+    """Says whether a bias is no mask at all ("full") or the causal mask ("causal"), for Theorem G.
 
     Args:
         b: (N, N) with own entries -inf.

@@ -9,31 +9,20 @@ from collections.abc import Callable
 from torch import Tensor
 
 from lipformer.functional.attention.checks import check_window
-from lipformer.functional.gain.closed_form import closed_form, kim2021, theorem_a, theorem_b, theorem_c
+from lipformer.functional.gain.closed_form import closed_form, kim2021, theorem_c
 from lipformer.functional.gain.dense_bias import (
     check_bias,
     dense_theorem_c,
     dense_theorem_c_plus,
     dense_theorem_d,
     dense_theorem_e,
+    dense_theorem_g,
     logit_biases,
     structured_mask,
 )
-from lipformer.functional.gain.pointwise import theorem_c_plus
 from lipformer.functional.gain.rows import check_tokens_count, log_mass, theorem_d, theorem_e
-from lipformer.functional.gain.weighted import (
-    theorem_a_plus,
-    theorem_a_plus_plus,
-    theorem_b_plus,
-    theorem_b_plus_plus,
-)
+from lipformer.functional.gain.table import tabulated_any, tabulated_gain
 from lipformer.functional.norms import NORMS, check_norm
-
-# Never the smallest (the tests compare), so not worth their time when the smallest is asked for.
-_DOMINATED = {"A", "B", "B+", "C", "kim2021"}
-# Theorem A+ can be the smallest for few keys, C+ for few keys or steep ALiBi; else A++ and B++ are.
-_FEW_KEYS = 16
-_STEEP_SLOPE = 1 / 24
 
 
 def l2_gain(
@@ -55,13 +44,16 @@ def l2_gain(
     ========= ================================= ==================================================
     norm      applies to                        theorems
     ========= ================================= ==================================================
-    "l2"      no mask                           A, A+, A++, closed, C, C+, kim2021
-    "l2"      causal, window                    B, B+, B++, closed, C, C+, kim2021 (no window)
-    "l2"      causal with slope                 B, B+, B++, C, C+
-    "l2"      bias                              C, C+
+    "l2"      no mask                           G, closed, any mask, kim2021
+    "l2"      causal, window                    G, closed, any mask, kim2021 (no window)
+    "l2"      causal with slope                 G, closed
+    "l2"      bias                              G, C, C+
     "token"   any mask and bias                 D
     "self"    any mask and bias                 E
     ========= ================================= ==================================================
+
+    Theorem G is read from a table that the package holds, of up to 2^24 keys and slopes down to 2^-16;
+    "closed" is what is left beyond.
 
     Args:
         n: Number of tokens, an integer >= 1, or ``math.inf`` for any length: then the gain is
@@ -75,20 +67,20 @@ def l2_gain(
         bias: Tensor broadcastable to (*, N, N), added to the logits and to the masks above; -inf
             hides a key. A non-zero diagonal is subtracted from its row. A batch gets its largest
             gain. Its values are read, so this synchronises and does not run under torch.compile.
-        theorem: None for the smallest of all theorems that apply, or the name of one. Without bias
-            or slope "C" and "C+" are the bounds for any 0/1 mask that keeps the diagonal and has
-            at most n ones in a row or column. "kim2021" is the published value.
+        theorem: None for the smallest of all theorems that apply, or the name of one. "any mask" is
+            the bound for every 0/1 mask that keeps the diagonal and has at most n ones in a row or
+            column (Theorem G, beyond its table C). "kim2021" is the published value.
 
     Returns:
         The gain as a float, rounded up: never below the truth.
 
     Example:
-        >>> l2_gain(64) < 11.1
+        >>> l2_gain(64) < 9.1
         True
         >>> round(l2_gain(256, norm="token"), 2)
         12.83
-        >>> round(l2_gain(math.inf, is_causal=True, slope=0.25), 2)
-        4.05
+        >>> round(l2_gain(math.inf, is_causal=True, slope=0.25), 1)
+        3.0
     """
     n = check_tokens_count(n)
     check_norm(norm, NORMS[:3])
@@ -118,29 +110,15 @@ def _scalar_theorems(keys: float, norm: str, is_causal: bool, windowed: bool, sl
         return {"D": lambda: theorem_d(log_mass(keys, slope))}
     if norm == "self":
         return {"E": lambda: theorem_e(log_mass(keys, slope))}
-    any_mask: Theorems = {
-        "C": lambda: theorem_c(keys, slope),
-        "C+": lambda: theorem_c_plus(keys, slope),
+    theorems: Theorems = {
+        "G": lambda: tabulated_gain(keys, is_causal, slope),
+        "closed": lambda: closed_form(keys, is_causal, slope),
     }
-    published: Theorems = {} if windowed or slope else {"kim2021": lambda: kim2021(keys)}
-    closed: Theorems = {} if slope else {"closed": lambda: closed_form(keys, is_causal)}
-    if not is_causal:
-        return {
-            "A": lambda: theorem_a(keys),
-            "A+": lambda: theorem_a_plus(keys),
-            "A++": lambda: theorem_a_plus_plus(keys),
-            **any_mask,
-            **closed,
-            **published,
-        }
-    return {
-        "B": lambda: theorem_b(keys, slope),
-        "B+": lambda: theorem_b_plus(keys, slope),
-        "B++": lambda: theorem_b_plus_plus(keys, slope),
-        **any_mask,
-        **closed,
-        **published,
-    }
+    if not slope:
+        theorems["any mask"] = lambda: min(tabulated_any(keys - 1, keys - 1), theorem_c(keys))
+    if not (slope or windowed):
+        theorems["kim2021"] = lambda: kim2021(keys)
+    return theorems
 
 
 def _check_theorem(theorems: Theorems, theorem: str | None, norm: str) -> None:
@@ -175,16 +153,17 @@ def _cached_gain(
     theorems = _scalar_theorems(keys, norm, is_causal, windowed, slope)
     if theorem is not None:
         return theorems[theorem]()
-    skipped = set(_DOMINATED)  # leaving a theorem out keeps the minimum valid
-    if keys > _FEW_KEYS:
-        skipped |= {"A+"} if slope >= _STEEP_SLOPE else {"A+", "C+"}
-    return min(evaluate() for name, evaluate in theorems.items() if name not in skipped)
+    return min(evaluate() for evaluate in theorems.values())
 
 
 def _dense_gain(b: Tensor, norm: str, theorem: str | None) -> float:
     """The gain for one (N, N) matrix of logit biases, own entries -inf."""
     theorems: Theorems = {
-        "l2": {"C": lambda: dense_theorem_c(b), "C+": lambda: dense_theorem_c_plus(b)},
+        "l2": {
+            "G": lambda: dense_theorem_g(b),
+            "C": lambda: dense_theorem_c(b),
+            "C+": lambda: dense_theorem_c_plus(b),
+        },
         "token": {"D": lambda: dense_theorem_d(b)},
         "self": {"E": lambda: dense_theorem_e(b)},
     }[norm]

@@ -18,22 +18,53 @@ the maximum of a log-concave function, then that function), and so are v and
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
-from lipformer.functional.gain.maxima import (
-    MIN_LOG_MASS,
-    Term,
-    best_x,
-    log_term,
-    max_of_concave,
-)
-from lipformer.functional.gain.rows import log_mass, theorem_e
-from lipformer.functional.rounding import enlarge
+# A row of smaller mass than this is treated as if it had this mass: a larger bound, by 1e-17.
+_MIN_LOG_MASS = -40.0
 
-# theta / D as a term (c, p, q, s) in u = D - 1.
-_RATIO: Term = (1.0, 1, 1, 2)
-# ALiBi entries are grouped so that a group spans at most this much of the bias.
-_GROUP_SPAN = 1 / 16
+
+def max_of_concave(
+    value_and_slope: Callable[[float], tuple[float, float]], top: float, rounds: int = 20
+) -> float:
+    """Bounds the maximum of a concave function on (-inf, top] from above.
+
+    Bisection brackets the maximum by the sign of the slope; then either tangent bounds it. The
+    excess is about the square of the bracket, 4^-rounds.
+
+    Args:
+        value_and_slope: The function and its derivative; the slope is positive far to the left.
+        top: The right end of the domain.
+        rounds: Number of bisections of a bracket of length about 1.
+    """
+    high, (f_high, s_high) = top, value_and_slope(top)
+    if s_high >= 0:
+        return f_high
+    step = 1.0
+    while True:
+        low = high - step
+        f_low, s_low = value_and_slope(low)
+        if s_low >= 0:
+            break
+        high, f_high, s_high = low, f_low, s_low
+        step *= 2
+    for _ in range(rounds):
+        middle = (low + high) / 2
+        f, s = value_and_slope(middle)
+        if s >= 0:
+            low, f_low, s_low = middle, f, s
+        else:
+            high, f_high, s_high = middle, f, s
+    return min(f_low + s_low * (high - low), f_high - s_high * (high - low))
+
+
+def _log_ratio(x: float, log_b: float, v: float) -> tuple[float, float]:
+    """ln(theta/D) = v + ln(1 + x (ln B - v)) - 2 ln(1 + e^v) at v = ln u, concave, and its slope."""
+    affine = 1 + x * (log_b - v)
+    softplus = max(v, 0.0) + math.log1p(math.exp(-abs(v)))
+    sigmoid = 1 / (1 + math.exp(-v)) if v > -700 else math.exp(v)
+    return v + math.log(affine) - 2 * softplus, 1 - x / affine - 2 * sigmoid
 
 
 class Pointwise(NamedTuple):
@@ -52,7 +83,7 @@ class Pointwise(NamedTuple):
         slope_of_entry = 4 / self.x
 
         def log_value(v: float) -> tuple[float, float]:
-            value, slope = log_term(_RATIO, self.x, self.log_b, v)
+            value, slope = _log_ratio(self.x, self.log_b, v)
             if slope >= 0:  # a larger D is allowed: the maximum of theta/D
                 value, slope = self.log_ratio, 0.0
             stretch = 1 + slope_of_entry * (b - v)
@@ -64,62 +95,15 @@ class Pointwise(NamedTuple):
 
 def pointwise(x: float, log_b: float) -> Pointwise:
     """Prepares q for a given x > 0 and ln B."""
-    log_b = max(log_b, MIN_LOG_MASS)
-    ratio = max_of_concave(lambda v: log_term(_RATIO, x, log_b, v), log_b)
+    log_b = max(log_b, _MIN_LOG_MASS)
+    ratio = max_of_concave(lambda v: _log_ratio(x, log_b, v), log_b)
     t = max(0.0, 1 - x / 4)  # where e^-t (1 + 4t/x) is largest
     # Bisect for the maximum of theta/D, keeping the end where theta/D still increases.
     low, high = min(log_b, 0.0) - 60, log_b
     for _ in range(40):
         middle = (low + high) / 2
-        if log_term(_RATIO, x, log_b, middle)[1] >= 0:
+        if _log_ratio(x, log_b, middle)[1] >= 0:
             low = middle
         else:
             high = middle
     return Pointwise(x, log_b, ratio, math.log1p(4 * t / x) - t, low + t)
-
-
-def alibi_column(q: Pointwise, n: float, slope: float) -> float:
-    r"""Bounds :math:`\sum_{\tau=1}^{n-1} q(-\mathrm{slope}\,\tau)`; n may be ``math.inf``.
-
-    :math:`e^{-b} q(b) = \max_t R(1 + e^{b-t}) e^{-t} (1 + 4t/x)` decreases in b, so a group of
-    consecutive entries is bounded by that factor at its last one times the sum of its
-    :math:`e^b`.
-    """
-    nonlinear = min(n - 1, max(0, math.ceil(-q.linear / slope) - 1))
-    size = max(1, int(_GROUP_SPAN / slope))
-    total, first = 0.0, 1
-    while first <= nonlinear:
-        last = min(first + size - 1, int(nonlinear))
-        total += (
-            q.entry(-slope * last)
-            * math.exp(slope * (last - first))
-            * _geometric(slope, last - first + 1)
-        )
-        first = last + 1
-    rest = math.exp(q.log_ratio + q.log_kappa - slope * first)
-    return total + rest * _geometric(slope, n - first)
-
-
-def _geometric(slope: float, count: float) -> float:
-    """1 + e^-slope + ... with `count` terms."""
-    return math.expm1(-slope * count) / math.expm1(-slope)
-
-
-def theorem_c_plus(n: float, slope: float = 0.0) -> float:
-    """Bounds the gain for every 0/1 mask, or for causal ALiBi, entry by entry (Theorem C+).
-
-    Args:
-        n: Largest number of ones in a row or column of the mask, the diagonal included; the
-            number of tokens or the window with ALiBi, where it may be ``math.inf``.
-        slope: The ALiBi slope; 0 stands for any mask that keeps the diagonal.
-
-    Returns:
-        The gain, rounded up.
-    """
-    log_b = log_mass(n, slope)
-
-    def column(x: float) -> float:
-        q = pointwise(x, log_b)
-        return alibi_column(q, n, slope) if slope else (n - 1) * q.entry(0.0)
-
-    return enlarge(theorem_e(log_b) + math.sqrt(column(best_x(column, rounds=9))))

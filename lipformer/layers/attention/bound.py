@@ -155,8 +155,8 @@ def head_gains(layer: L2MultiheadAttention, ask: Ask) -> tuple[float, ...]:
     if layer.causal is None:
         extra.append(l2_gain(n, norm=ask.norm, is_causal=True))
     if layer.any_mask and ask.norm == "l2":
-        # Theorem C+ for any 0/1 mask with so many ones in a row or column.
-        extra.append(l2_gain(n if layer.window is None else min(n, layer.window), theorem="C+"))
+        # Any 0/1 mask with so many ones in a row or column.
+        extra.append(l2_gain(n if layer.window is None else min(n, layer.window), theorem="any mask"))
     return tuple(max([gain, *extra]) * _turning(layer, ask) for gain in gains)
 
 
@@ -185,11 +185,7 @@ def theorem(layer: L2MultiheadAttention, norm: str) -> str:
         return "Theorem D"
     if norm == "self":
         return "Theorem E"
-    if layer.any_mask:
-        return "Theorem C+ (any mask)"
-    if layer.slopes is not None:
-        return "Theorems B++, C+ (ALiBi)"
-    return {True: "Theorem B++", False: "Theorem A++", None: "Theorems A++, B++"}[layer.causal]
+    return "Theorem G (any mask)" if layer.any_mask else "Theorem G"
 
 
 def attention_bound(layer: L2MultiheadAttention, ask: Ask, head_scale: Tensor | None = None) -> Tensor:

@@ -133,7 +133,7 @@ class L2MultiheadAttention(Layer):
         value_proj: the paper's form (True) or the lean form (False, the default).
         causal: True always masks, False never does, None leaves it to each call.
         any_mask: allow any attn_mask that hides keys but never a token's own; certified by the
-            generic Theorem C.
+            corollary of Theorem G.
         window: each token sees its ``window`` latest keys, itself included; needs causal=True.
         positions: None, "alibi" (needs causal=True) or "rotary".
         max_len: the largest number of tokens, which then need not be told to certify.
