@@ -50,10 +50,14 @@ def linear_bound(weight: Tensor, ask: Ask) -> Bound:
 @register_bound(nn.Linear)
 def _(module: nn.Linear, ask: Ask) -> Bound:
     coeff = None if ask.norm == "linf" else known_coefficient(module)
-    stored = (*module.parameters(), *module.buffers())
-    if coeff is None or (not ask.in_forward and any(map(is_cast, stored))):
+    if coeff is None or (not ask.in_forward and _rounded(module)):
         return linear_bound(module.weight, ask)
     return Bound(coeff, "spectrally bounded weight")
+
+
+def _rounded(module: nn.Module) -> bool:
+    """Whether products take another weight than the bounded one, inside autocast."""
+    return any(map(is_cast, (*module.parameters(), *module.buffers())))
 
 
 coefficients: Rules[Callable[[nn.Module], float]] = Rules("coefficient", "coefficients.register")
@@ -125,8 +129,8 @@ def repeats_pixels(module: nn.Conv1d | nn.Conv2d) -> bool:
     # What torch pads by, whatever `padding` was set to later: pairs, the last dimension first.
     sides = module._reversed_padding_repeated_twice
     pads = [sides[i] + sides[i + 1] for i in range(0, len(sides), 2)][::-1]
-    kernel_size = module.weight.shape[2:]
-    return any(p != d * (k - 1) for p, d, k in zip(pads, module.dilation, kernel_size, strict=True))
+    sizes = zip(pads, module.dilation, module.kernel_size, strict=True)
+    return any(p != d * (k - 1) for p, d, k in sizes)
 
 
 def _conv_rule(module: nn.Conv1d | nn.Conv2d, ask: Ask) -> Bound:

@@ -100,5 +100,7 @@ def _(module: ActNorm, ask: Ask) -> Bound:
             "its first training batch would change its scale after it was divided by its bound",
             "initialize(x) before it goes into a contractive or invertible branch",
         )
-    largest = module.log_scale.exp().double().max() * ROUND_UP**2  # as forward has it, in its dtype
+    # As forward has it, rounded to its dtype, and as it is.
+    scales = torch.maximum(module.log_scale.exp().double(), module.log_scale.double().exp())
+    largest = scales.max() * ROUND_UP**2
     return Bound(at_least_one(largest), "max exp(s), 1 at padding")

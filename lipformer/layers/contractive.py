@@ -41,7 +41,7 @@ def positive(bound: Tensor) -> Tensor:
     """
     # threshold, whose derivative is one kernel where that of clamp_min is three. A product of bounds
     # with a zero among them may be a little more than zero (product_up).
-    return F.threshold(bound, 1e-6, 1e-6).masked_fill(bound < 1e-200, 1.0)
+    return F.threshold(F.threshold(bound, 1e-200, 1.0), 1e-6, 1e-6)
 
 
 class Contractive(Freezable):

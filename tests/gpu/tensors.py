@@ -55,7 +55,10 @@ def to_device(host: Tensor) -> Tensor:
 
 def host_of(t: Tensor) -> Tensor:
     """The CPU tensor that shares the data of t, of the device; notes nothing."""
-    host = torch.empty(0, dtype=t.dtype)
+    with torch._C.DisableTorchFunctionSubclass():
+        # Of the data: a subclass may say another of itself (lipformer.functional.wide).
+        dtype = torch._C.TensorBase.dtype.__get__(t)  # type: ignore[attr-defined]
+    host = torch.empty(0, dtype=dtype)
     return host.set_(t.untyped_storage().host, t.storage_offset(), t.size(), t.stride())
 
 

@@ -12,11 +12,11 @@ from tests.gpu.results import lines
 BUDGET = {
     "dot_product": 517,
     "l2_untied": 552,
-    "l2": 857,
-    "contractive": 1131,
-    "contractive_kim2021": 1440,
-    "invertible": 1462,
-    "lipschitz": 1497,
+    "l2": 847,
+    "contractive": 1116,
+    "contractive_kim2021": 1430,
+    "invertible": 1432,
+    "lipschitz": 1479,
 }
 
 

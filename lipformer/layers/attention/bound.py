@@ -80,7 +80,7 @@ def token_bound_minimum(q: Tensor, m: Tensor, gains: Tensor) -> Tensor:
     return torch.stack(ways).amin()
 
 
-def linf_bound_lean(q: Tensor, m: Tensor, spreads: Tensor) -> Tensor:
+def linf_bound_lean(q: Tensor, m: Tensor, spreads: Tensor, growth: float = 1.0) -> Tensor:
     r"""The paper's l_inf argument for the lean form, at any temperature.
 
     A head's Jacobian P + 2C + 2T has absolute row sums of at most
@@ -92,14 +92,15 @@ def linf_bound_lean(q: Tensor, m: Tensor, spreads: Tensor) -> Tensor:
         q: (H, d, D).
         m: (H, d, D).
         spreads: :math:`m_h` of each head (H,).
+        growth: a factor of it all.
     """
     d = q.shape[1]
-    head = (1.0 + 4.0 * math.sqrt(d) * spreads) * linf_norm(q)
+    head = (growth + 4.0 * math.sqrt(d) * growth * spreads) * linf_norm(q)
     rows = (head[:, None, None] * m.double().abs()).sum((0, 1))
     return enlarge(rows.amax(), q.shape[0] * d + 8)
 
 
-def linf_bound_kim2021(q: Tensor, v: Tensor, o: Tensor, spreads: Tensor) -> Tensor:
+def linf_bound_kim2021(q: Tensor, v: Tensor, o: Tensor, spreads: Tensor, growth: float = 1.0) -> Tensor:
     r"""Kim et al. 2021, Theorem 3.2 in l_inf.
 
     .. math:: \left(4m + \tfrac{1}{\sqrt d}\right) \|W^{O\top}\|_\infty
@@ -110,10 +111,11 @@ def linf_bound_kim2021(q: Tensor, v: Tensor, o: Tensor, spreads: Tensor) -> Tens
         v: (H, d, D), the transposes of :math:`W^V_h`.
         o: out_proj's weight (D, D), the transpose of :math:`W^O`.
         spreads: :math:`m_h` (H,).
+        growth: a factor of it all.
     """
     d = q.shape[1]
     pair = (linf_norm(q.mT) * linf_norm(q)).amax()
-    return (4.0 * spreads.amax() + d**-0.5) * linf_norm(o) * pair * linf_norm(v).amax()
+    return (4.0 * growth * spreads.amax() + growth * d**-0.5) * linf_norm(o) * pair * linf_norm(v).amax()
 
 
 def length(layer: L2MultiheadAttention, ask: Ask) -> float:
@@ -266,11 +268,14 @@ def _folding_growth(layer: L2MultiheadAttention) -> float:
     return grown if _narrow(layer) else grown**2
 
 
-def _linf(layer: L2MultiheadAttention, q: Tensor, m: Tensor, spreads: Tensor) -> Tensor:
+def _linf(
+    layer: L2MultiheadAttention, q: Tensor, m: Tensor, spreads: Tensor, growth: float = 1.0
+) -> Tensor:
     """The l_inf bound: the published one for the paper's form, its twin for the lean form."""
     if layer.v_proj is None:
-        return linf_bound_lean(q, m, spreads)
-    return linf_bound_kim2021(q, _by_heads(layer, layer.v_proj.weight), layer.out_proj.weight, spreads)
+        return linf_bound_lean(q, m, spreads, growth)
+    v = _by_heads(layer, layer.v_proj.weight)
+    return linf_bound_kim2021(q, v, layer.out_proj.weight, spreads, growth)
 
 
 def _folding_error(layer: L2MultiheadAttention) -> Tensor | float:
@@ -337,13 +342,13 @@ def contractive_head_bounds(
         if ask.norm == "linf":
             q, m = _by_heads(layer, _divided_by(layer)), layer.output_matrix()
             spreads = layer.constants(head_spreads(layer, ask), q.device)
-            bound = _linf(layer, q, m, spreads).expand(layer.num_heads)
+            bound = _linf(layer, q, m, spreads, growth).expand(layer.num_heads)
             lost = None
             if lossy:
                 # Rows of D = H d entries, each off by least / D.
                 rounded = layer.root().double().expand_as(q) * (least / layer.embed_dim)
                 lost = _lost(linf_bound_lean(q, rounded, spreads), bound)
-            divisors.append(Divisor(bound * growth, lost))
+            divisors.append(Divisor(bound, lost))
             continue
         left = norms[0].square().sum().sqrt() if ask.norm == "token" else norms[matrices - 1]
         right = norms[matrices] if layer.v_proj is None else norms[matrices] + _folding_error(layer)
