@@ -173,7 +173,10 @@ def damage(module: nn.Module, name: str, value: object) -> None:
     else:
         attribute = name.removeprefix("set_")
         assert attribute != name
-        setattr(module, attribute, tuple(value) if isinstance(value, list) else value)
+        try:
+            setattr(module, attribute, tuple(value) if isinstance(value, list) else value)
+        except AttributeError as error:  # read-only, which is one way to refuse
+            raise ValueError(str(error)) from error
 
 
 def clean() -> None:
