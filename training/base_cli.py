@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from pathlib import Path
 from typing import Any, ClassVar
 
 import lightning as L
@@ -53,7 +54,14 @@ class BaseCLI(LightningCLI):
         }
 
     def instantiate_classes(self) -> None:
-        """Tells in one line what model, data or Trainer refuse."""
+        """Tells in one line what model, data or Trainer refuse.
+
+        A checkpoint is looked for before a directory is made: Lightning's names for one ("last") would
+        begin anew where it finds none.
+        """
+        checkpoint = self._get(self.config, "ckpt_path")
+        if checkpoint and "://" not in checkpoint and not Path(checkpoint).exists():
+            raise BadInput(f"--ckpt_path must be a checkpoint that exists, got {checkpoint!r}")
         try:
             super().instantiate_classes()
         except (MisconfigurationException, OSError, TypeError, ValueError) as error:

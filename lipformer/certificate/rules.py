@@ -158,17 +158,22 @@ def _changed(module: nn.Module, relied: Mapping[str, object]) -> str | None:
 def refuse_hooks(module: nn.Module, refuse: Refuse, teach: str = "the forward of its class") -> None:
     """Hooks and replaced forwards can change what a module computes; torch.distributed's do not."""
     if "forward" in module.__dict__:
-        raise refuse("its forward was replaced on the instance", teach)
-    for hook in (
-        *torch_module._global_forward_pre_hooks.values(),
-        *torch_module._global_forward_hooks.values(),
-        *module._forward_pre_hooks.values(),
-        *module._forward_hooks.values(),
+        raise refuse(
+            "its forward was replaced on the instance",
+            f"the forward of its class, or a subclass with that forward and {teach}",
+        )
+    for kind, hooks in (
+        ("global forward pre-hook", torch_module._global_forward_pre_hooks),
+        ("global forward hook", torch_module._global_forward_hooks),
+        ("forward pre-hook", module._forward_pre_hooks),
+        ("forward hook", module._forward_hooks),
     ):
-        origin = getattr(hook, "__module__", None) or type(hook).__module__
-        if not origin.startswith("torch.distributed"):
-            name = getattr(hook, "__name__", type(hook).__name__)
-            raise refuse(
-                f"the forward hook {name} may change its weights, input or output",
-                "removing the hook; for weights lipformer.spectral_bound or torch's parametrizations",
-            )
+        for hook in hooks.values():
+            origin = getattr(hook, "__module__", None) or type(hook).__module__
+            if not origin.startswith("torch.distributed"):
+                name = getattr(hook, "__name__", type(hook).__name__)
+                raise refuse(
+                    f"the {kind} {name} may change its weights, input or output",
+                    "the module without the hook; for weights lipformer.spectral_bound or torch's "
+                    "parametrizations",
+                )

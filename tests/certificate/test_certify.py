@@ -128,7 +128,7 @@ def test_old_style_weight_hooks() -> None:
     for hook, module in modules.items():
         error = refusal(nn.Sequential(module))
         assert error.path == "0"
-        assert f"the forward hook {hook} may change its weights" in error.reason
+        assert f"the forward pre-hook {hook} may change its weights" in error.reason
         assert "spectral_bound" in error.instead
 
 
