@@ -11,6 +11,8 @@ from lipformer.analysis.robustness.lofast import Modulus
 from lipformer.analysis.robustness.lofast_terms import norm_bound
 from lipformer.analysis.robustness.theorem_l import head_terms, jacobian_bound, local_gain
 from lipformer.certificate import Ask
+from lipformer.certificate.bounds import bound_of
+from lipformer.certificate.rules import kind_of
 from lipformer.functional.rounding import FLOOR, ROUND_UP, UNIT, enlarge
 from lipformer.functional.wide import plain
 from lipformer.layers import L2MultiheadAttention
@@ -45,6 +47,8 @@ def l2_modulus(layer: L2MultiheadAttention, x: Tensor, head_scale: Tensor | None
         x: (B, N, D), in float64.
         head_scale: factors of the heads' outputs, (H,), default 1.
     """
+    ask = Ask("l2", x.shape[-2], kind=kind_of(layer), alone=True, dims=x.ndim)
+    bound_of(layer, ask)  # refuses what has no global bound either: dropout, samples that mix
     n, dim = x.shape[-2:]
     heads = layer.num_heads
     y = plain(layer._keys(x, 0).y).double() / math.sqrt(2.0)
@@ -60,7 +64,7 @@ def l2_modulus(layer: L2MultiheadAttention, x: Tensor, head_scale: Tensor | None
     # Rotary angles are rounded, so that turning is an isometry up to that.
     turned = 1.0 + torch.finfo(layer._stored().dtype).eps if layer.positions == "rotary" else 1.0
     lengths = norm_bound(key) * (turned * ROUND_UP)
-    gains = layer.constants(head_gains(layer, Ask("l2", n, alone=True, dims=3)), x.device)
+    gains = layer.constants(head_gains(layer, ask), x.device)
     terms = head_terms(z, position_bias(layer, n, x.device))
     slope = jacobian_bound(terms)
     q, m = effective_weights(layer, head_scale)

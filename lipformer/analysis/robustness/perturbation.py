@@ -19,7 +19,7 @@ from lipformer.certificate import Ask, Certificate, NotCertifiable
 from lipformer.certificate.bounds import answer
 from lipformer.certificate.rules import Rules, kind_of
 from lipformer.certificate.torch_rules import chain, parts_of
-from lipformer.functional.rounding import FLOOR, ROUND_UP, enlarge
+from lipformer.functional.rounding import FLOOR, ROUND_UP, UNIT, enlarge
 from lipformer.functional.wide import NotWide, Wide, plain
 from lipformer.flows import InvertibleResidual, InvertibleSequential
 from lipformer.layers import (
@@ -101,6 +101,7 @@ def perturbation_bound(module: nn.Module, x: Tensor, delta: float | Tensor) -> t
 
     * dot-product attention by :func:`lofast_bound`, in a residual connection together with it;
     * L2 attention by Theorem L, also divided by its bound (:class:`~lipformer.Contractive`);
+    * ``nn.LayerNorm`` by the least deviation of a token from its mean;
     * projections on a ball by 1, and by the diameter of what they can reach;
     * ``nn.Sequential``, residual connections, wrappers and lipformer's models by their parts (a language
       model takes its embedded tokens here);
@@ -278,7 +279,7 @@ def _scaled(inner: Modulus, factor: Tensor) -> Modulus:
 
 @register_perturbation(L2MultiheadAttention)
 def _(module: L2MultiheadAttention, x: Tensor) -> tuple[Tensor, Modulus]:
-    return _attend(module, x), Named(l2_modulus(module, x), "Theorem L")
+    return _run(module, x), Named(l2_modulus(module, x), "Theorem L")
 
 
 @register_perturbation(Contractive)
@@ -308,6 +309,27 @@ def _(module: BallProjection, x: Tensor) -> tuple[Tensor, Modulus]:
     reach = (lengths + module.radius)[:, None].flatten(1)  # (B, tokens): one where x is (B, D)
     widest = enlarge(torch.linalg.vector_norm(reach, dim=1))
     return y, Named(lambda delta: torch.minimum(delta, widest), "projection")
+
+
+@register_perturbation(nn.LayerNorm)
+def _(module: nn.LayerNorm, x: Tensor) -> tuple[Tensor, Modulus]:
+    r"""A token's deviations v become :math:`\gamma \sqrt d\, v (|v|^2 + d \varepsilon)^{-1/2}`.
+
+    The derivative has norm at most :math:`\max|\gamma| \sqrt d\, (|v|^2 + d \varepsilon)^{-1/2}`, and within
+    delta no token has fewer deviations than its :math:`|v| - \delta`.
+    """
+    tokens = plain(x).flatten(x.ndim - len(module.normalized_shape))
+    width = tokens.shape[-1]
+    deviations = torch.linalg.vector_norm(tokens - tokens.mean(-1, keepdim=True), dim=-1)
+    error = 8.0 * (width + 8) * UNIT * torch.linalg.vector_norm(tokens, dim=-1)
+    least = (deviations - error)[:, None].flatten(1).amin(1)
+    scale = 1.0 if module.weight is None else float(module.weight.detach().double().abs().max())
+
+    def modulus(delta: Tensor) -> Tensor:
+        inside = (least - delta).clamp_min(0.0).square() + width * module.eps
+        return enlarge(delta * scale * math.sqrt(width) / inside.sqrt())
+
+    return _run(module, x), Named(modulus, "least deviation of a token")
 
 
 def _attention(module: nn.Module, x: Tensor) -> tuple[Tensor, Modulus]:

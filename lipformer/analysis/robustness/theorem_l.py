@@ -352,7 +352,11 @@ def _dense_norm(terms: Terms) -> Tensor:
 
 
 def local_gain(
-    terms: Terms, slope: Tensor, eta: Tensor, gain: Tensor | float = math.inf, error: Tensor | float = 0.0
+    terms: Terms,
+    slope: Tensor,
+    eta: Tensor,
+    gain: Tensor | float = math.inf,
+    error: Tensor | float = 0.0,
 ) -> Tensor:
     r"""Upper bound of :math:`\|\Phi(Z') - \Phi(Z)\| / \|Z' - Z\|` for all steps of at most eta, (*,).
 
