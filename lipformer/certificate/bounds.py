@@ -216,7 +216,7 @@ _local: list[_Local] = []
 
 
 def register_local(answer: _Local) -> _Local:
-    """Decorator: what answers :func:`certify` around an input; lipformer.analysis, which builds on this."""
+    """Decorator: what answers :func:`certify` around an input, in lipformer.analysis, which is above."""
     _local[:] = [answer]
     return answer
 

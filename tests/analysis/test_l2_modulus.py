@@ -138,7 +138,8 @@ def test_what_the_global_bound_refuses_is_refused() -> None:
     x = torch.randn(2, 5, 8)
     second = lf.L2MultiheadAttention(8, 2, causal=False)
     dropping = lf.L2MultiheadAttention(8, 2, dropout=0.1, batch_first=True, causal=False)
-    for module in (second, lf.Contractive(second, seq_len=5), dropping, lf.Residual(dropping)):
+    whole = nn.LayerNorm([2, 5, 8])
+    for module in (second, lf.Contractive(second, seq_len=5), dropping, lf.Residual(dropping), whole):
         with pytest.raises(lf.NotCertifiable, match=r"samples|dropout"):
             perturbation_bound(module, x, 0.1)
 
@@ -252,6 +253,6 @@ def test_wrong_questions_around_an_input() -> None:
     for norm in ("token", "self", "linf"):
         with pytest.raises(lf.NotCertifiable, match="l2 norm alone"):
             lf.certify(layer, at=x, radius=0.1, norm=norm)
+    nn.init.constant_(layer.q_proj.weight, float("nan"))
     with pytest.raises(lf.NotCertifiable, match="not finite"):
-        nn.init.constant_(layer.q_proj.weight, float("nan"))
         lf.certify(layer, at=x, radius=0.1)

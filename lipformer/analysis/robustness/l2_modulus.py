@@ -35,12 +35,12 @@ def position_bias(layer: L2MultiheadAttention, n: int, device: torch.device) -> 
 
 
 def l2_modulus(layer: L2MultiheadAttention, x: Tensor, head_scale: Tensor | None = None) -> Modulus:
-    r"""How far the output of L2 attention can move: a function of the perturbation's bound, (B,) to (B,).
+    r"""How far the output of L2 attention can move, as a function (B,) to (B,) of how far x can.
 
-    Head h sees tokens :math:`Z_h = \sqrt{t_h} X W_h`, which move by at most :math:`\eta_h = \sqrt{t_h}
-    \|W_h\| \epsilon`. Its local gain (Theorem L, `local_gain`) bounds :math:`\|\Phi(Z_h') - \Phi(Z_h)\| /
-    \|Z_h' - Z_h\|` for all such steps, and so may stand where its global gain stands in the joint bound
-    of the heads (docs/theory, sections 2 and 8). Never above the global bound of the same ways of joining.
+    Head h sees tokens :math:`Z_h = \sqrt{t_h} X W_h`, which move by at most
+    :math:`\eta_h = \sqrt{t_h} \|W_h\| \epsilon`. Its local gain (`local_gain`) bounds
+    :math:`\|\Phi(Z_h') - \Phi(Z_h)\| / \|Z_h' - Z_h\|` for all such steps, and so may stand where its
+    global gain stands in the joint bound of the heads (docs/theory, sections 2 and 8).
 
     Args:
         layer: the attention, called without masks other than its own.
@@ -82,8 +82,9 @@ def l2_modulus(layer: L2MultiheadAttention, x: Tensor, head_scale: Tensor | None
 class _Joint:
     r"""The constant of a layer with gains :math:`G_h` of its heads, for many gains (B, H) at once.
 
-    The minimum of :math:`\|[a_1 W_1 .. a_H W_H]\| \|\mathrm{stack}_h (G_h M_h / a_h)\|` over a = 1, a = G
-    and the balance of each head's norms, and of :math:`\sum_h G_h \|W_h\| \|M_h\|`, as for global gains.
+    The minimum of :math:`\|[a_1 W_1 .. a_H W_H]\| \|\mathrm{stack}_h (G_h M_h / a_h)\|` over a = 1,
+    a = G and the balance of each head's norms, and of :math:`\sum_h G_h \|W_h\| \|M_h\|`: the same ways
+    as for global gains.
     """
 
     def __init__(self, q: Tensor, m: Tensor) -> None:

@@ -19,9 +19,9 @@ from lipformer.certificate import Ask, Certificate, NotCertifiable
 from lipformer.certificate.bounds import answer
 from lipformer.certificate.rules import Rules, kind_of
 from lipformer.certificate.torch_rules import chain, parts_of
+from lipformer.flows import InvertibleResidual, InvertibleSequential
 from lipformer.functional.rounding import FLOOR, ROUND_UP, UNIT, enlarge
 from lipformer.functional.wide import NotWide, Wide, plain
-from lipformer.flows import InvertibleResidual, InvertibleSequential
 from lipformer.layers import (
     BallProjection,
     Contractive,
@@ -315,9 +315,10 @@ def _(module: BallProjection, x: Tensor) -> tuple[Tensor, Modulus]:
 def _(module: nn.LayerNorm, x: Tensor) -> tuple[Tensor, Modulus]:
     r"""A token's deviations v become :math:`\gamma \sqrt d\, v (|v|^2 + d \varepsilon)^{-1/2}`.
 
-    The derivative has norm at most :math:`\max|\gamma| \sqrt d\, (|v|^2 + d \varepsilon)^{-1/2}`, and within
-    delta no token has fewer deviations than its :math:`|v| - \delta`.
+    The derivative has norm at most :math:`\max|\gamma| \sqrt d\, (|v|^2 + d \varepsilon)^{-1/2}`, and
+    within delta every |v| stays above its own less delta.
     """
+    Ask("l2", kind=kind_of(module), alone=True, dims=x.ndim).along(-len(module.normalized_shape))
     tokens = plain(x).flatten(x.ndim - len(module.normalized_shape))
     width = tokens.shape[-1]
     deviations = torch.linalg.vector_norm(tokens - tokens.mean(-1, keepdim=True), dim=-1)

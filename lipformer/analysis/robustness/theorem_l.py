@@ -4,15 +4,15 @@ The head is :math:`\Phi(Z) = P(Z) Z` with logits :math:`b_{ij} - \|z_i - z_j\|^2
 tokens may move by :math:`\|Z' - Z\|_F \le \eta`. Shapes: tokens (*, N, d), weights (*, N, N), one number
 for each head (*,); float64, without gradients.
 
-Rounding: the terms hold exactly at the tokens as stored. Their weights P are those of logits off by at
-most e (`Terms.doubt`), as if the bias were off by that, and the point g that a row is seen from is stored
-too, `drift` away from its mean. Sums of N d positive numbers are enlarged at the end.
+Rounding: the bounds are those of the tokens as stored, exactly. Their computed weights are exact ones of
+logits that are off by at most e, as if the bias were off by that (`Terms.doubt`), and a row is seen from
+a point g that is stored too and `drift` away from its mean. What remains are sums and products of
+positive numbers, whose relative errors the factors at the ends cover.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -49,6 +49,7 @@ class Terms(NamedTuple):
         doubt: how far a logit less that of the row may be off, e.
         lost: how far a weight may be off what its stored logits give.
         distances: :math:`|z_i - z_j|`, 0 where masked.
+        diameter: the largest distance of two tokens, masked or not, (*,).
         spreads: :math:`|z_j - g_i|`, 0 where masked.
         centres: g, (*, N, d).
         drift: how far g may be off the mean under P, (*, N).
@@ -67,6 +68,7 @@ class Terms(NamedTuple):
     doubt: Tensor
     lost: Tensor
     distances: Tensor
+    diameter: Tensor
     spreads: Tensor
     centres: Tensor
     drift: Tensor
@@ -104,14 +106,14 @@ def head_terms(z: Tensor, bias: Tensor | None = None) -> Terms:
 
     Args:
         z: tokens times the root of the temperature.
-        bias: b, broadcastable to (*, N, N), -inf where masked; a row that is masked wholly, that of a
-            padded token, is zero.
+        bias: b, broadcastable to (*, N, N), 0 on the diagonal and at most 0 beside it, -inf where masked;
+            a row that is masked wholly, that of a padded token, is zero.
     """
     n, d = z.shape[-2:]
     unit = 8.0 * (n + d + 8) * UNIT
     tiny = torch.finfo(z.dtype).tiny
     distances = _off_diagonal(_distances(z, z) + math.sqrt(tiny))
-    squares = distances.square()
+    diameter, squares = distances.amax((-2, -1)), distances.square()
     bias = torch.zeros_like(squares) if bias is None else bias.to(z.dtype).expand_as(squares)
     allowed = bias > -torch.inf
     scores = bias - squares
@@ -146,6 +148,7 @@ def head_terms(z: Tensor, bias: Tensor | None = None) -> Terms:
         doubt=doubt,
         lost=lost,
         distances=distances,
+        diameter=diameter,
         spreads=spreads,
         centres=centres,
         drift=drift,
@@ -173,13 +176,21 @@ def weight_caps(terms: Terms, eta: Tensor) -> Tensor:
         terms: of the tokens.
         eta: (*,).
     """
+    return _at_logits(terms, terms.gaps + _logit_moves(terms, eta)) * (1.0 + terms.unit)
+
+
+def _logit_moves(terms: Terms, eta: Tensor) -> Tensor:
+    """What `weight_caps` adds to the logits, (*, N, N)."""
     eta = eta[..., None, None]
     moved = 2.0 * eta * terms.steepness + eta.square() * terms.curvatures[..., None] + terms.doubt
-    tiny = torch.finfo(moved.dtype).tiny
-    moved = moved / torch.sigmoid(-terms.gaps).clamp_min(tiny) * (1.0 + 128.0 * terms.unit)
-    logit = terms.gaps + moved + terms.unit * (1.0 + terms.gaps.abs())
-    caps = (torch.sigmoid(logit) * (1.0 + terms.unit)).clamp(tiny, 1.0)
-    return caps.masked_fill(~terms.allowed, 0.0)
+    rest = torch.sigmoid(-terms.gaps).clamp_min(torch.finfo(moved.dtype).tiny)
+    return moved / rest * (1.0 + 128.0 * terms.unit) + terms.unit * (1.0 + terms.gaps.abs())
+
+
+def _at_logits(terms: Terms, logits: Tensor) -> Tensor:
+    """Weights of logits, (*, N, N); never 0 but where masked."""
+    weights = torch.sigmoid(logits).clamp_min(torch.finfo(logits.dtype).tiny)
+    return weights.masked_fill(~terms.allowed, 0.0)
 
 
 def _grown(norm: Tensor, low: Tensor, high: Tensor, squares: Tensor, dim: int) -> Tensor:
@@ -209,17 +220,16 @@ def _grown(norm: Tensor, low: Tensor, high: Tensor, squares: Tensor, dim: int) -
 def curvature(terms: Terms, eta: Tensor) -> Tensor:
     r"""H: upper bound of the norm of the second derivative at every Z' within eta, (*,).
 
-    With :math:`\bar P` of `weight_caps`, :math:`p_i = \max_j \bar P_{ij}`, G = \bar P - P, :math:`\bar t =
-    (\sqrt t + \sqrt2 \eta)^2` off the diagonal and 0 on it,
+    With :math:`\bar P` of `weight_caps`, :math:`p_i = \max_j \bar P_{ij}` and
+    :math:`\bar t = (\sqrt t + \sqrt2 \eta)^2` off the diagonal and 0 on it,
 
-    .. math:: \lambda_i = \bigl( (\|\textstyle\sum_j P_{ij} \Delta_{ij} \Delta_{ij}^\top\| +
-              \sum_j G_{ij} |\Delta_{ij}|^2)^{1/2} + \eta \sqrt{p_i} \bigr)^2, \quad
-              \Delta_{ij} = z_j - g_i, \qquad
+    .. math:: \lambda_i = \bigl( \|\textstyle\sum_j \bar P_{ij} \Delta_{ij} \Delta_{ij}^\top\|^{1/2} +
+              \eta \sqrt{p_i} \bigr)^2, \quad \Delta_{ij} = z_j - g_i, \qquad
               \sigma_i^2 = \lambda_i + \max_j \bar P_{ij} \bar t_{ij},
 
-    .. math:: \kappa_j = \bigl( (\|\textstyle\sum_i P_{ij} \delta_{ij} \delta_{ij}^\top\| +
-              \sum_i G_{ij} t_{ij})^{1/2} + \eta (\textstyle\sum_{i \ne j} \bar P_{ij} +
-              \max_{i \ne j} \bar P_{ij})^{1/2} \bigr)^2, \qquad
+    .. math:: \kappa_j = \bigl( \|\textstyle\sum_i \bar P_{ij} \delta_{ij} \delta_{ij}^\top\|^{1/2} +
+              \eta (\textstyle\sum_{i \ne j} \bar P_{ij} + \max_{i \ne j} \bar P_{ij})^{1/2}
+              \bigr)^2, \quad \delta_{ij} = z_i - z_j, \qquad
               s = 2 \max_i \sqrt{\lambda_i} + 2 \max_j \sqrt{\kappa_j},
 
     it is
@@ -229,8 +239,9 @@ def curvature(terms: Terms, eta: Tensor) -> Tensor:
               2 (\max_j \textstyle\sum_i \lambda_i \bar P_{ij})^{1/2} +
               2 s \max_i \min\{\rho_i \sigma_i, \chi_i\}
 
-    where :math:`\rho_i` bounds :math:`|z'_j - g'_i|`, and :math:`\chi_i` the root of
-    :math:`\frac14 E[\beta^2 (l - E l)^2]` (see `_thirds`). Grows with eta.
+    where :math:`\rho_i` bounds :math:`|z'_j - g'_i|` and :math:`2 \chi_i` the root of
+    :math:`E[\beta^2 (l - E l)^2]` (see `_thirds`). The norms with :math:`\bar P` come from those with P
+    (see `_grown`).
 
     Args:
         terms: of the tokens.
@@ -253,8 +264,7 @@ def curvature(terms: Terms, eta: Tensor) -> Tensor:
     column = _grown(terms.columns, terms.weights, caps, far, -2).sqrt()
     column = column + e * (away.sum(-2) + away.amax(-2)).sqrt()
     together = 2.0 * (variances.amax(-1).sqrt() + column.amax(-1))
-    diameter = terms.distances.amax((-2, -1))[..., None] + math.sqrt(2.0) * e
-    reach = torch.minimum(farthest + e + shift, diameter)
+    reach = torch.minimum(farthest + e + shift, terms.diameter[..., None] + math.sqrt(2.0) * e)
     thirds = _thirds(terms, caps, squares, variances, shift, reach, e)
     values = 2.0 * (caps.mT @ slopes[..., None])[..., 0].amax(-1).sqrt()
     values = torch.minimum(values, top.amax(-1).sqrt() * together)
@@ -282,9 +292,7 @@ def _thirds(
     .. math:: \chi_i = \bigl( f_i^2 + \max_j w_{ij} \bar t_{ij} \bigr)^{1/2} +
               \bigl( \lambda_i \textstyle\sum_j \bar P_{ij}^2 \bar t_{ij} \bigr)^{1/2}
 
-    .. math:: f_i = \bigl( \|\textstyle\sum_j P_{ij} |\Delta_{ij}|^2 \Delta_{ij} \Delta_{ij}^\top\| +
-              \sum_j (w_{ij} - P_{ij} |\Delta_{ij}|^2) |\Delta_{ij}|^2 \bigr)^{1/2} +
-              \eta \max_j \sqrt{w_{ij}} + |g'_i - g_i| (\textstyle\sum_j w_{ij})^{1/2}.
+    .. math:: f_i = \|\textstyle\sum_j w_{ij} \Delta_{ij} \Delta_{ij}^\top\|^{1/2} + \eta \max_j \sqrt{w_{ij}} + |g'_i - g_i| (\textstyle\sum_j w_{ij})^{1/2}.
     """
     lengths = torch.minimum(terms.spreads + (e + shift)[..., None], reach[..., None])
     high = caps * lengths.square()
@@ -298,8 +306,9 @@ def _thirds(
 def jacobian_bound(terms: Terms) -> Tensor:
     r""":math:`L_0`: upper bound of the norm of the Jacobian at Z, (*,).
 
-    Up to N d = 1100 that of its whole matrix, of blocks :math:`P_{ij} (I + 2 (z_j - g_i)(z_i - z_j)^\top)`
-    and :math:`2 C_i` more on the diagonal, within 0.8%. Else the smaller of
+    Up to N d = 1100 that of its whole matrix, within 0.8%, of blocks
+    :math:`P_{ij} (I + 2 (z_j - g_i)(z_i - z_j)^\top)` and :math:`2 C_i` more on the diagonal. Else the
+    smaller of
 
     .. math:: \|P\| + 2 \max_i \lambda_i + 2 \bigl( \max_j \textstyle\sum_i \lambda_i P_{ij} t_{ij}
               \bigr)^{1/2} \quad\text{and}\quad \min_\omega \max_j \bigl( \textstyle\sum_i
@@ -308,8 +317,10 @@ def jacobian_bound(terms: Terms) -> Tensor:
     :math:`\lambda_i = \|C_i\|` and :math:`\Theta_i = 1 + 4 \|\sum_j P_{ij} (t_{ij} - 1)_+ (z_j - g_i)
     (z_j - g_i)^\top\| + 4 \lambda_i^2 / \omega`.
     """
-    high = weight_caps(terms, torch.zeros_like(terms.rows[..., 0]))
-    off = high - terms.weights + terms.lost
+    doubt = _logit_moves(terms, torch.zeros_like(terms.diameter))
+    high, low = (_at_logits(terms, terms.gaps + sign * doubt) for sign in (1.0, -1.0))
+    high = high * (1.0 + terms.unit)
+    off = high - low * (1.0 - terms.unit) + terms.lost  # of every weight from the computed one
     drift = terms.drift + (off * terms.spreads).sum(-1)
     squares = terms.distances.square()
     n, d = terms.z.shape[-2:]
@@ -360,15 +371,16 @@ def local_gain(
 ) -> Tensor:
     r"""Upper bound of :math:`\|\Phi(Z') - \Phi(Z)\| / \|Z' - Z\|` for all steps of at most eta, (*,).
 
-    At a distance r of the tokens as stored the Jacobian has norm at most :math:`L(r) = \min(G,
-    L_0 + \int_0^r H)`, so that the mean of L(error + s) over s in [0, eta] is such a bound. H grows: with
-    K steps of :math:`h = \eta / K` and :math:`H_k = H(\mathrm{error} + k h)`,
+    At a distance r of the tokens as stored the Jacobian has norm at most
+    :math:`L(r) = \min(G, L_0 + \int_0^r H)`, so that the mean of L(error + s) over s in [0, eta] is such
+    a bound. With K steps of :math:`h = \eta / K` and :math:`H_k = H(\mathrm{error} + k h)`, which holds in
+    the whole ball, it is at most
 
     .. math:: \frac1K \sum_{k=1}^K \min\Bigl(G, L_0 + \mathrm{error}\, H_1 + h \sum_{m<k} H_m +
               \frac h2 H_k\Bigr),
 
     the middle of a step being above the mean over it, since a minimum of G and a linear function is
-    concave. It grows with eta, so that it holds for shorter steps too.
+    concave. The bounds of L grow along the steps, so that a shorter step has a smaller mean.
 
     Args:
         terms: of the tokens.
@@ -389,10 +401,3 @@ def local_gain(
         mean = mean + torch.minimum(middle, gain)
         total = total + step * bent
     return torch.minimum(mean / _NODES * (1.0 + 64.0 * UNIT), gain)
-
-
-def head_modulus(z: Tensor, bias: Tensor | None = None) -> Callable[[Tensor], Tensor]:
-    """`local_gain` of tokens (*, N, d) as a function of eta, without the global gain."""
-    terms = head_terms(z, bias)
-    slope = jacobian_bound(terms)
-    return lambda eta: local_gain(terms, slope, eta)
