@@ -46,7 +46,7 @@ class Terms(NamedTuple):
         allowed: where a token sees another.
         weights: P, 0 where masked.
         gaps: logit of P, -inf where masked.
-        doubt: how far a logit less that of the row may be off, e.
+        doubt: how far the logit of a weight may be off, e.
         lost: how far a weight may be off what its stored logits give.
         distances: :math:`|z_i - z_j|`, 0 where masked.
         diameter: the largest distance of two tokens, masked or not, (*,).
@@ -106,8 +106,8 @@ def head_terms(z: Tensor, bias: Tensor | None = None) -> Terms:
 
     Args:
         z: tokens times the root of the temperature.
-        bias: b, broadcastable to (*, N, N), 0 on the diagonal and at most 0 beside it, -inf where masked;
-            a row that is masked wholly, that of a padded token, is zero.
+        bias: b, broadcastable to (*, N, N), 0 on the diagonal and at most 0 beside it, -inf where
+            masked; a row that is masked wholly, that of a padded token, is zero.
     """
     n, d = z.shape[-2:]
     unit = 8.0 * (n + d + 8) * UNIT
@@ -129,7 +129,13 @@ def head_terms(z: Tensor, bias: Tensor | None = None) -> Terms:
     gaps = gaps.masked_fill(~allowed, -torch.inf)
     distances, squares = known(distances), known(squares)
     error = known(unit * (squares + known(bias).abs() + logs.abs() + 1.0))
-    doubt = known(error + (weights * error.expm1()).sum(-1, keepdim=True))
+    # The mean error of the other logits of a row; for its largest weight without that weight.
+    best = scores.argmax(-1, keepdim=True)
+    others = known(scores.scatter(-1, best, -torch.inf).softmax(-1).nan_to_num(nan=0.0))
+    among = (others * error.expm1()).sum(-1, keepdim=True)
+    mean = (weights * error.expm1()).sum(-1, keepdim=True) / torch.sigmoid(-gaps).clamp_min(0.25)
+    doubt = known(error + mean.scatter(-1, best, among) + unit * (1.0 + known(gaps).abs()))
+    doubt = doubt.masked_fill(gaps.isposinf(), 0.0)
     lost = unit * weights * (1.0 - logs)
     centres = weights @ z
     lengths = torch.linalg.vector_norm(z, dim=-1)
@@ -165,7 +171,7 @@ def weight_caps(terms: Terms, eta: Tensor) -> Tensor:
     r"""Upper bounds :math:`\bar P` of the weights at every Z' within eta, (*, N, N).
 
     .. math:: \mathrm{logit}\,\bar P_{ij} = \mathrm{logit}\,P_{ij} +
-              \frac{2 \eta A_{ij} + \eta^2 q_i + e_{ij}}{1 - P_{ij}}, \quad
+              \frac{2 \eta A_{ij} + \eta^2 q_i}{1 - P_{ij}} + e_{ij}, \quad
               A_{ij}^2 = |z_j - g_i|^2 + (1 - P_{ij})^2 t_{ij} + \sum_{k \ne j} P_{ik}^2 t_{ik}, \quad
               q_i = \sum_{k \ne i} P_{ik} + \max_{k \ne i} P_{ik}
 
@@ -176,15 +182,11 @@ def weight_caps(terms: Terms, eta: Tensor) -> Tensor:
         terms: of the tokens.
         eta: (*,).
     """
-    return _at_logits(terms, terms.gaps + _logit_moves(terms, eta)) * (1.0 + terms.unit)
-
-
-def _logit_moves(terms: Terms, eta: Tensor) -> Tensor:
-    """What `weight_caps` adds to the logits, (*, N, N)."""
     eta = eta[..., None, None]
-    moved = 2.0 * eta * terms.steepness + eta.square() * terms.curvatures[..., None] + terms.doubt
-    rest = torch.sigmoid(-terms.gaps).clamp_min(torch.finfo(moved.dtype).tiny)
-    return moved / rest * (1.0 + 128.0 * terms.unit) + terms.unit * (1.0 + terms.gaps.abs())
+    moved = 2.0 * eta * terms.steepness + eta.square() * terms.curvatures[..., None]
+    moved = moved / torch.sigmoid(-terms.gaps).clamp_min(torch.finfo(moved.dtype).tiny)
+    logits = terms.gaps + (moved * (1.0 + 128.0 * terms.unit) + terms.doubt)
+    return _at_logits(terms, logits) * (1.0 + terms.unit)
 
 
 def _at_logits(terms: Terms, logits: Tensor) -> Tensor:
@@ -292,7 +294,8 @@ def _thirds(
     .. math:: \chi_i = \bigl( f_i^2 + \max_j w_{ij} \bar t_{ij} \bigr)^{1/2} +
               \bigl( \lambda_i \textstyle\sum_j \bar P_{ij}^2 \bar t_{ij} \bigr)^{1/2}
 
-    .. math:: f_i = \|\textstyle\sum_j w_{ij} \Delta_{ij} \Delta_{ij}^\top\|^{1/2} + \eta \max_j \sqrt{w_{ij}} + |g'_i - g_i| (\textstyle\sum_j w_{ij})^{1/2}.
+    .. math:: f_i = \|\textstyle\sum_j w_{ij} \Delta_{ij} \Delta_{ij}^\top\|^{1/2} +
+              \eta \max_j \sqrt{w_{ij}} + |g'_i - g_i| (\textstyle\sum_j w_{ij})^{1/2}.
     """
     lengths = torch.minimum(terms.spreads + (e + shift)[..., None], reach[..., None])
     high = caps * lengths.square()
@@ -317,10 +320,9 @@ def jacobian_bound(terms: Terms) -> Tensor:
     :math:`\lambda_i = \|C_i\|` and :math:`\Theta_i = 1 + 4 \|\sum_j P_{ij} (t_{ij} - 1)_+ (z_j - g_i)
     (z_j - g_i)^\top\| + 4 \lambda_i^2 / \omega`.
     """
-    doubt = _logit_moves(terms, torch.zeros_like(terms.diameter))
-    high, low = (_at_logits(terms, terms.gaps + sign * doubt) for sign in (1.0, -1.0))
-    high = high * (1.0 + terms.unit)
-    off = high - low * (1.0 - terms.unit) + terms.lost  # of every weight from the computed one
+    high = _at_logits(terms, terms.gaps + terms.doubt) * (1.0 + terms.unit)
+    low = _at_logits(terms, terms.gaps - terms.doubt) * (1.0 - terms.unit)
+    off = high - low + terms.lost  # of every weight from the computed one
     drift = terms.drift + (off * terms.spreads).sum(-1)
     squares = terms.distances.square()
     n, d = terms.z.shape[-2:]
@@ -373,8 +375,8 @@ def local_gain(
 
     At a distance r of the tokens as stored the Jacobian has norm at most
     :math:`L(r) = \min(G, L_0 + \int_0^r H)`, so that the mean of L(error + s) over s in [0, eta] is such
-    a bound. With K steps of :math:`h = \eta / K` and :math:`H_k = H(\mathrm{error} + k h)`, which holds in
-    the whole ball, it is at most
+    a bound. With K steps of :math:`h = \eta / K` and :math:`H_k = H(\mathrm{error} + k h)`, which holds
+    in the whole ball, it is at most
 
     .. math:: \frac1K \sum_{k=1}^K \min\Bigl(G, L_0 + \mathrm{error}\, H_1 + h \sum_{m<k} H_m +
               \frac h2 H_k\Bigr),
