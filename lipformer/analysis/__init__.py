@@ -24,6 +24,7 @@ from lipformer.analysis.measures import (
 from lipformer.analysis.probes.gain_table import Exponent, GainRow, GainTable
 from lipformer.analysis.probes.gains import layer_gains
 from lipformer.analysis.probes.probe import AttentionProbe, probe_attention
+from lipformer.analysis.robustness import certify_at  # noqa: F401  what certify(at=) answers by
 from lipformer.analysis.robustness.lofast import lofast_bound
 from lipformer.analysis.robustness.perturbation import perturbation_bound, register_perturbation
 from lipformer.analysis.robustness.radius import certified_accuracy, certified_radius, is_certified

@@ -211,12 +211,34 @@ def check_seq_len(seq_len: int | None) -> None:
         raise ValueError(f"seq_len must be None or an integer >= 1, got {seq_len!r}")
 
 
+_Local = Callable[[nn.Module, Tensor, float], Certificate]
+_local: list[_Local] = []
+
+
+def register_local(answer: _Local) -> _Local:
+    """Decorator: what answers :func:`certify` around an input, in lipformer.analysis, which is above."""
+    _local[:] = [answer]
+    return answer
+
+
 @torch.no_grad()
-def certify(module: nn.Module, *, seq_len: int | None = None, norm: str = "l2") -> Certificate:
-    """A certified upper bound of a module's Lipschitz constant.
+def certify(
+    module: nn.Module,
+    *,
+    seq_len: int | None = None,
+    norm: str = "l2",
+    at: Tensor | None = None,
+    radius: float | None = None,
+) -> Certificate:
+    r"""A certified upper bound of a module's Lipschitz constant.
 
     The bound is for exact arithmetic with the weights that the module multiplies by (docs/certificates,
     "The function"). It holds for the module in the mode (train or eval) it is in now.
+
+    With ``at`` and ``radius`` it is one around inputs: for each sample x of ``at`` and every x' with
+    :math:`\|x' - x\| \le \epsilon` it holds that :math:`\|f(x') - f(x)\| \le L \epsilon`
+    (docs/certificates, "Around an input"), by the moduli of
+    :func:`lipformer.analysis.perturbation_bound`.
 
     Args:
         module: any module made of classes that have a rule: lipformer's layers, the usual torch
@@ -225,6 +247,8 @@ def certify(module: nn.Module, *, seq_len: int | None = None, norm: str = "l2") 
             ALiBi.
         norm: "l2" (Frobenius over tokens), "token" (largest token), "self" (a causal layer's gain of
             a token on itself, Theorem E) or "linf".
+        at: samples (B, N, D), (B, D) or images; a language model takes its embedded tokens.
+        radius: :math:`\epsilon > 0`, in the l2 norm of a sample; needs ``at``.
 
     Raises:
         NotCertifiable: some submodule has no bound in this norm; it names path, reason and remedy.
@@ -244,7 +268,24 @@ def certify(module: nn.Module, *, seq_len: int | None = None, norm: str = "l2") 
         raise TypeError(f"certify takes a torch.nn.Module, got {type(module).__name__}")
     check_norm(norm)
     check_seq_len(seq_len)
-    return answer(module, Ask(norm, seq_len))
+    if at is None and radius is None:
+        return answer(module, Ask(norm, seq_len))
+    if not isinstance(at, Tensor) or radius is None or not 0.0 < radius < math.inf:
+        raise ValueError(
+            "a certificate around an input needs both at, a tensor of samples, and radius, positive and "
+            f"finite; got at of type {type(at).__name__} and radius={radius!r}"
+        )
+    if seq_len is not None and seq_len != at.shape[-2]:
+        raise ValueError(f"at has {at.shape[-2]} tokens, got seq_len={seq_len}: leave it out")
+    if norm != "l2":
+        raise NotCertifiable(
+            "",
+            kind_of(module),
+            f"bounds around an input are known in the l2 norm alone, got norm={norm!r}",
+            "norm='l2', or certify without at and radius",
+        )
+    _check_tensors(module)
+    return _local[0](module, at, float(radius))
 
 
 def answer(module: nn.Module, ask: Ask) -> Certificate:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import TypeVar
 
 import torch
@@ -11,17 +12,28 @@ from torch import Tensor, nn
 
 from lipformer.analysis.inputs import check_samples, radii, refuse_autocast
 from lipformer.analysis.maps import HasAttentionMaps, attention_maps
+from lipformer.analysis.robustness.l2_modulus import l2_modulus
 from lipformer.analysis.robustness.lofast import Modulus, lofast_modulus
 from lipformer.analysis.robustness.lofast_terms import EXACT
-from lipformer.certificate import Ask, NotCertifiable
+from lipformer.certificate import Ask, Certificate, NotCertifiable
 from lipformer.certificate.bounds import answer
 from lipformer.certificate.rules import Rules, kind_of
 from lipformer.certificate.torch_rules import chain, parts_of
-from lipformer.functional.rounding import FLOOR, ROUND_UP, enlarge
+from lipformer.flows import InvertibleResidual, InvertibleSequential
+from lipformer.functional.rounding import FLOOR, ROUND_UP, UNIT, enlarge
 from lipformer.functional.wide import NotWide, Wide, plain
-from lipformer.layers import BallProjection, ConvexResidual, Residual
+from lipformer.layers import (
+    BallProjection,
+    Contractive,
+    ConvexResidual,
+    L2MultiheadAttention,
+    Residual,
+)
 from lipformer.layers.branch import apart, call_branch
+from lipformer.layers.per_head import divided_part
 from lipformer.layers.residual import same_shape
+from lipformer.layers.scaled import FirstOutput, Scaled
+from lipformer.models import LanguageModel, VisionTransformer
 
 Rule = Callable[[nn.Module, Tensor], "tuple[Tensor, Modulus]"]
 _R = TypeVar("_R", bound=Callable[..., "tuple[Tensor, Modulus]"])
@@ -35,10 +47,49 @@ def register_perturbation(module_class: type[nn.Module]) -> Callable[[_R], _R]:
     were of its dtype (:class:`~lipformer.functional.wide.Wide`; ``plain(x)`` is an ordinary tensor). It
     returns the output and its modulus at x: a
     function that takes bounds of the perturbation of each sample of x, (B,) in float64, to bounds of
-    that of the output, and grows with them. It serves subclasses that keep the class's ``forward``.
+    that of the output, and grows with them. :class:`Named` says what certificates call it. It serves
+    subclasses that keep the class's ``forward``.
     Classes without a rule need none if :func:`lipformer.certify` has a bound for them.
     """
     return _rules.register(module_class)
+
+
+class Named:
+    """A modulus with a name: what certificates say where it is smaller than the global bound."""
+
+    def __init__(self, modulus: Modulus, theorem: str) -> None:
+        self.modulus, self.theorem = modulus, theorem
+
+    def __call__(self, delta: Tensor) -> Tensor:
+        """(B,) -> (B,)."""
+        return plain(self.modulus(delta))
+
+
+class Step(Named):
+    """The modulus of a module at an input: the smaller of its local and its global bound.
+
+    Attributes:
+        kind: the module's class.
+        whole: its global certificate, or None if it has none.
+        parts: the steps of its children by name, those that its rule followed.
+        seen: what it was last asked and answered, (B,) each, and where the local bound was smaller.
+    """
+
+    def __init__(self, kind: str, local: Modulus | None, whole: Certificate | None) -> None:
+        super().__init__(local or torch.clone, getattr(local, "theorem", "local modulus"))
+        self.kind, self.local, self.whole = kind, local, whole
+        self.parts: list[tuple[str, Step]] = []
+        self.seen: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def __call__(self, delta: Tensor) -> Tensor:
+        """(B,) -> (B,)."""
+        found = torch.full_like(delta, torch.inf) if self.local is None else super().__call__(delta)
+        nearer = torch.ones_like(delta, dtype=torch.bool)
+        if self.whole is not None:
+            constant = _times(self.whole.bound)(delta)
+            nearer, found = found < constant, torch.minimum(found, constant)
+        self.seen = delta, found, nearer
+        return found
 
 
 @torch.no_grad()
@@ -49,8 +100,11 @@ def perturbation_bound(module: nn.Module, x: Tensor, delta: float | Tensor) -> t
     The bound goes through the modules one by one, each at the value that x has there:
 
     * dot-product attention by :func:`lofast_bound`, in a residual connection together with it;
+    * L2 attention by Theorem L, also divided by its bound (:class:`~lipformer.Contractive`);
+    * ``nn.LayerNorm`` by the least deviation of a token from its mean;
     * projections on a ball by 1, and by the diameter of what they can reach;
-    * ``nn.Sequential`` and residual connections by their parts;
+    * ``nn.Sequential``, residual connections, wrappers and lipformer's models by their parts (a language
+      model takes its embedded tokens here);
     * everything else by :func:`lipformer.certify`, whose constant is also used wherever it is smaller.
 
     In ``Residual(Sequential(BallProjection, attention))`` the norm of identity and attention together
@@ -104,27 +158,33 @@ def _run(module: nn.Module, x: Tensor) -> Tensor:
         ) from error
 
 
-def modulus_of(module: nn.Module, x: Tensor) -> tuple[Tensor, Modulus]:
+_open: ContextVar[list[tuple[str, Step]] | None] = ContextVar("_open", default=None)
+"""The parts, so far, of the module whose rule is running."""
+
+
+def modulus_of(module: nn.Module, x: Tensor) -> tuple[Tensor, Step]:
     """The output at x (B, *) and its modulus there (see :func:`register_perturbation`)."""
     rule = _rule_of(module)
     if rule is None:
-        return _run(module, x), _times(_constant(module, x))
-    y, found = rule(module, x)
-
-    def local(delta: Tensor) -> Tensor:
-        return plain(found(delta))
-
+        return _run(module, x), Step(kind_of(module), None, _constant(module, x))
+    parts: list[tuple[str, Step]] = []
+    above = _open.set(parts)
     try:
-        constant = _bound(module, x)
+        y, local = rule(module, x)
+    finally:
+        _open.reset(above)
+    try:
+        whole: Certificate | None = _bound(module, x)
     except NotCertifiable:
         # Not a fallback: the local bound is as certain, and a network of dot products has no other.
-        return y, local
-    whole = _times(constant)
-    return y, lambda delta: torch.minimum(local(delta), whole(delta))
+        whole = None
+    step = Step(kind_of(module), local, whole)
+    step.parts = parts
+    return y, step
 
 
-def _constant(module: nn.Module, x: Tensor) -> float:
-    """The global constant of a module that is not looked into."""
+def _constant(module: nn.Module, x: Tensor) -> Certificate:
+    """The global certificate of a module that is not looked into."""
     try:
         return _bound(module, x)
     except NotCertifiable as error:
@@ -149,10 +209,10 @@ def _rule_of(module: nn.Module) -> Rule | None:
     return rule
 
 
-def _bound(module: nn.Module, x: Tensor) -> float:
-    """The global constant of a module for each sample of x by itself."""
+def _bound(module: nn.Module, x: Tensor) -> Certificate:
+    """The global certificate of a module for each sample of x by itself."""
     seq_len = x.shape[1] if x.ndim == 3 else None
-    return answer(module, Ask("l2", seq_len, alone=True, dims=x.ndim)).bound
+    return answer(module, Ask("l2", seq_len, alone=True, dims=x.ndim))
 
 
 def _times(constant: float) -> Modulus:
@@ -161,28 +221,85 @@ def _times(constant: float) -> Modulus:
     return lambda delta: torch.where(delta > 0, (constant * delta * ROUND_UP).clamp_min(floor), delta)
 
 
-def _child(module: nn.Module, name: str, x: Tensor) -> tuple[Tensor, Modulus]:
+def _child(module: nn.Module, name: str, x: Tensor) -> tuple[Tensor, Step]:
     """A part's output and modulus; a refusal names where the part stands."""
     try:
-        return modulus_of(module, x)
+        y, step = modulus_of(module, x)
     except NotCertifiable as error:
         path = f"{name}.{error.path}" if error.path else name
         raise NotCertifiable(path, error.kind, error.reason, error.instead) from error
+    parts = _open.get()
+    if parts is not None:
+        parts.append((name, step))
+    return y, step
 
 
 @register_perturbation(nn.Sequential)
-def _(module: nn.Sequential, x: Tensor) -> tuple[Tensor, Modulus]:
+@register_perturbation(InvertibleSequential)
+def _in_turn(module: nn.Sequential, x: Tensor) -> tuple[Tensor, Modulus]:
     steps: list[Modulus] = []
     for name, child in parts_of(module).items():
         x, step = _child(child, name, x)
         steps.append(step)
+    return x, Named(_after_each_other(steps), "composition")
 
+
+def _after_each_other(steps: list[Modulus]) -> Modulus:
     def modulus(delta: Tensor) -> Tensor:
         for step in steps:
             delta = step(delta)
         return delta
 
-    return x, modulus
+    return modulus
+
+
+@register_perturbation(VisionTransformer)
+@register_perturbation(LanguageModel)
+def _(module: VisionTransformer | LanguageModel, x: Tensor) -> tuple[Tensor, Modulus]:
+    y, body = _child(module.body, "body", x)
+    return y, Named(body, "composition")
+
+
+@register_perturbation(FirstOutput)
+def _(module: FirstOutput, x: Tensor) -> tuple[Tensor, Modulus]:
+    y, inner = _child(module.module, "module", x)
+    return y, Named(inner, inner.theorem)
+
+
+@register_perturbation(Scaled)
+def _(module: Scaled, x: Tensor) -> tuple[Tensor, Modulus]:
+    _, inner = _child(module.module, "module", x)
+    return _run(module, x), Named(_scaled(inner, module.factor), "fixed factor")
+
+
+def _scaled(inner: Modulus, factor: Tensor) -> Modulus:
+    size = factor.detach().double().abs().amax() * ROUND_UP**2
+    return lambda delta: inner(delta) * size
+
+
+@register_perturbation(L2MultiheadAttention)
+def _(module: L2MultiheadAttention, x: Tensor) -> tuple[Tensor, Modulus]:
+    return _run(module, x), Named(l2_modulus(module, x), "Theorem L")
+
+
+@register_perturbation(Contractive)
+def _(module: Contractive, x: Tensor) -> tuple[Tensor, Modulus]:
+    y, scales = _run(module, x), module.scales()
+    if not scales.ndim:
+        inner = modulus_of(module.module, x)[1]
+        return y, Named(_scaled(inner, scales), inner.theorem)
+    ask = Ask("l2", kind=kind_of(module))
+    divided = divided_part(module.module, ask)
+    steps: list[Modulus] = []
+    for part in chain(module.module, ask):
+        if divided is not None and part is divided[0] and isinstance(part, L2MultiheadAttention):
+            out = part.scaled(x, scales)
+            steps.append(l2_modulus(part, x, scales))
+        else:
+            out, step = modulus_of(part, x)
+            steps.append(step)
+        x = out
+    return y, Named(_after_each_other(steps), "Theorem L")
 
 
 @register_perturbation(BallProjection)
@@ -191,11 +308,33 @@ def _(module: BallProjection, x: Tensor) -> tuple[Tensor, Modulus]:
     lengths = torch.linalg.vector_norm(plain(y), dim=-1)
     reach = (lengths + module.radius)[:, None].flatten(1)  # (B, tokens): one where x is (B, D)
     widest = enlarge(torch.linalg.vector_norm(reach, dim=1))
-    return y, lambda delta: torch.minimum(delta, widest)
+    return y, Named(lambda delta: torch.minimum(delta, widest), "projection")
+
+
+@register_perturbation(nn.LayerNorm)
+def _(module: nn.LayerNorm, x: Tensor) -> tuple[Tensor, Modulus]:
+    r"""A token's deviations v become :math:`\gamma \sqrt d\, v (|v|^2 + d \varepsilon)^{-1/2}`.
+
+    The derivative has norm at most :math:`\max|\gamma| \sqrt d\, (|v|^2 + d \varepsilon)^{-1/2}`, and
+    within delta every |v| stays above its own less delta.
+    """
+    Ask("l2", kind=kind_of(module), alone=True, dims=x.ndim).along(-len(module.normalized_shape))
+    tokens = plain(x).flatten(x.ndim - len(module.normalized_shape))
+    width = tokens.shape[-1]
+    deviations = torch.linalg.vector_norm(tokens - tokens.mean(-1, keepdim=True), dim=-1)
+    error = 8.0 * (width + 8) * UNIT * torch.linalg.vector_norm(tokens, dim=-1)
+    least = (deviations - error)[:, None].flatten(1).amin(1)
+    scale = 1.0 if module.weight is None else float(module.weight.detach().double().abs().max())
+
+    def modulus(delta: Tensor) -> Tensor:
+        inside = (least - delta).clamp_min(0.0).square() + width * module.eps
+        return enlarge(delta * scale * math.sqrt(width) / inside.sqrt())
+
+    return _run(module, x), Named(modulus, "least deviation of a token")
 
 
 def _attention(module: nn.Module, x: Tensor) -> tuple[Tensor, Modulus]:
-    return _attend(module, x), lofast_modulus(module, plain(x))
+    return _attend(module, x), Named(lofast_modulus(module, plain(x)), "LoFAST")
 
 
 def _attend(module: nn.Module, x: Tensor) -> Tensor:
@@ -222,7 +361,8 @@ register_perturbation(nn.MultiheadAttention)(_attention)
 
 
 @register_perturbation(Residual)
-def _(module: Residual, x: Tensor) -> tuple[Tensor, Modulus]:
+@register_perturbation(InvertibleResidual)
+def _(module: Residual | InvertibleResidual, x: Tensor) -> tuple[Tensor, Modulus]:
     return _residual(module.branch, x, 1.0, 1.0)
 
 
@@ -237,7 +377,7 @@ def _residual(branch: nn.Module, x: Tensor, kept: float, added: float) -> tuple[
     if split is not None and split[0] == math.inf:
         out = _attend(split[1], x)
         joint = lofast_modulus(split[1], plain(x), residual=kept, scale=added)
-        return kept * x + added * same_shape(x, out), joint
+        return kept * x + added * same_shape(x, out), Named(joint, "LoFAST")
     out, inner = _child(branch, "branch", apart(x, branch))
     y = kept * x + added * same_shape(x, out)
 
@@ -246,7 +386,7 @@ def _residual(branch: nn.Module, x: Tensor, kept: float, added: float) -> tuple[
 
     # For more tokens the norm of both together is bounded by the sum, and there is nothing to gain.
     if split is None or x.shape[-2] * x.shape[-1] > EXACT:
-        return y, added_up
+        return y, Named(added_up, "residual")
     radius, attention = split
     within = lofast_modulus(attention, plain(x), residual=kept, scale=added)
     longest = enlarge(torch.linalg.vector_norm(plain(x), dim=-1).amax(-1))
@@ -256,7 +396,7 @@ def _residual(branch: nn.Module, x: Tensor, kept: float, added: float) -> tuple[
         inside = (longest + delta) * ROUND_UP <= radius
         return torch.where(inside, torch.minimum(total, within(delta)), total)
 
-    return y, modulus
+    return y, Named(modulus, "LoFAST")
 
 
 def _projected_attention(branch: nn.Module) -> tuple[float, nn.Module] | None:
