@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -106,7 +106,7 @@ def l2_gain(
     question = _Question(keys, norm, is_causal, keys < n, slope, radius, theorem)
     if bias is None:
         _check_theorem(_scalar_theorems(question), theorem, norm)
-        return _scalar_gain(question)
+        return _scalar_gain(*question)
     check_bias(bias, n)
     biases = logit_biases(bias, int(n), is_causal, keys, slope)
     return max(_dense_gain(b, question) for b in biases)
@@ -165,9 +165,9 @@ def _check_theorem(theorems: Theorems, theorem: str | None, norm: str) -> None:
         )
 
 
-def _scalar_gain(ask: _Question) -> float:
-    """The gain without a dense bias, a constant for torch.compile."""
-    return _cached_gain(ask)
+def _scalar_gain(*ask: Any) -> float:
+    """The gain without a dense bias, a constant for torch.compile; the entries of a _Question."""
+    return _cached_gain(_Question(*ask))
 
 
 # What torch.compiler.assume_constant_result sets; calling that here would import the compiler.
@@ -207,4 +207,4 @@ def _dense_gain(b: Tensor, ask: _Question) -> float:
     if mask is None:
         return gain
     keys = float(b.shape[-1])
-    return min(gain, _scalar_gain(_Question(keys, norm, mask == "causal", False, 0.0, radius, None)))
+    return min(gain, _scalar_gain(keys, norm, mask == "causal", False, 0.0, radius, None))
