@@ -123,7 +123,8 @@ class TestKeyRadius(AttentionBattery):
 
 class TestSmoothKeyRadius(AttentionBattery):
     options: ClassVar[dict[str, Any]] = {
-        "key_radius": 1.0, "smooth_radius": True, "causal": True, "positions": "alibi", "proj_coeff": 1.0,
+        "key_radius": 1.0, "smooth_radius": True, "causal": True, "positions": "alibi",
+        "proj_coeff": 1.0,
     }  # fmt: skip
     norms = ("l2", "token", "self")
     attacked = (("l2", "plain"), ("self", "plain"))

@@ -116,9 +116,9 @@ def _lags(keys: float, slope: float) -> tuple[Tensor, Tensor, float]:
 def causal_column(keys: float, slope: float) -> Column:
     r"""Bounds S for a causal mask with at most ``keys`` keys in a row, with ALiBi or without.
 
-    The k-th row after key j sees j and the k - 1 tokens between, whatever is padded, so that
-    :math:`P_{ij} \le 1/(1 + c_k e^t)` with :math:`c_k = e^{\sigma k} + e^{-4 r^2} \sum_{l < k} e^{\sigma l}`
-    (docs/theory, "Masks and biases").
+    The k-th row after key j sees j and the k - 1 tokens between, whatever is padded:
+    :math:`P_{ij} \le 1/(1 + c_k e^t)`, :math:`c_k = e^{\sigma k} + e^{-4 r^2} \sum_{0 < l < k} e^{\sigma l}`
+    (docs/theory, Theorem F, "Masks and biases").
     """
     first, counts, last = _lags(keys, slope)
 
@@ -169,7 +169,7 @@ def bias_column(b: Tensor) -> Column:
 
 
 def theorem_f(r: Tensor, free: tuple[Tensor, Tensor], column: Column, most: float, cells: int) -> Tensor:
-    r"""Evaluates :math:`\sqrt{\Theta (S + \omega)}` for given radii, y and :math:`\omega`, rounded up."""
+    r"""Evaluates :math:`\sqrt{\Theta (S + \omega)}` for given y and :math:`\omega`, rounded up."""
     y, omega = free
     theta = Interval.of(row_factor(r, y, omega, most, cells))
     gain: Tensor = (theta * (Interval.of(column(r, y)) + Interval.of(omega))).sqrt().high
@@ -208,8 +208,8 @@ def token_gains(r: Tensor, most: float) -> Tensor:
 def self_gains(r: Tensor, log_b: float) -> Tensor:
     r"""Bounds the own-token gain, any mask or bias: :math:`\max_D \frac1D + 2 \min(r^2, h(D))`.
 
-    :math:`\frac1D + 2 h(D)` grows up to :math:`u = W_0(B e^{-3/2})` (Theorem E). So for every smaller u the
-    larger of its value there and :math:`\frac{1}{1+u} + 2 r^2` is a bound; best is u with h = r^2.
+    :math:`\frac1D + 2 h(D)` grows up to :math:`u = W_0(B e^{-3/2})` (Theorem E). So for every smaller u
+    the larger of its value there and :math:`\frac{1}{1+u} + 2 r^2` is a bound; best is u with h = r^2.
     """
     square = r.square()
     if log_b == math.inf:
@@ -260,7 +260,7 @@ class Rows(NamedTuple):
 
 
 def _gains(rows: Rows, r: Tensor, known: Tensor) -> Tensor:
-    """The bounds for radii r (K, 1); free numbers are searched for those in ``known`` and used near them."""
+    """The bounds for radii r (K, 1); free numbers are searched for those in ``known`` alone."""
     most = enlarge(spread(rows.log_mass))
     if rows.norm == "token":
         return token_gains(r, most)

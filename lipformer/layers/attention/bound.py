@@ -142,8 +142,10 @@ def length(layer: L2MultiheadAttention, ask: Ask) -> float:
 
 def _any_number(layer: L2MultiheadAttention, ask: Ask) -> bool:
     """Whether key_radius gives a gain for any number of tokens: not under a mask in the l2 norm."""
-    return layer.bounds_keys and (ask.norm in ("token", "self") or layer.causal is False) and not (
-        layer.any_mask and ask.norm == "l2"
+    return (
+        layer.bounds_keys
+        and (ask.norm in ("token", "self") or layer.causal is False)
+        and not (layer.any_mask and ask.norm == "l2")
     )
 
 
@@ -175,7 +177,12 @@ def head_gains(layer: L2MultiheadAttention, ask: Ask, device: torch.device) -> T
     if radius is None:
         return layer.constants(gains, device)
     heads = tuple(
-        (tuple((ask.norm, keys, mask, slope or 0.0) for mask in ("causal" if causal else "none", *masks)), gain)
+        (
+            tuple(
+                (ask.norm, keys, mask, slope or 0.0) for mask in ("causal" if causal else "none", *masks)
+            ),
+            gain,
+        )
         for gain, slope in zip(gains, slopes, strict=True)
     )
     heads = heads[:1] if len(set(heads)) == 1 else heads
@@ -196,7 +203,9 @@ def _running_eps(layer: L2MultiheadAttention, ask: Ask) -> float:
 
 def _refuse_linf(layer: L2MultiheadAttention, ask: Ask) -> None:
     if layer.bounds_keys:
-        raise ask.refuse("the projection of keys is no contraction in the linf norm", "norm='l2' or 'token'")
+        raise ask.refuse(
+            "the projection of keys is no contraction in the linf norm", "norm='l2' or 'token'"
+        )
 
 
 def head_spreads(layer: L2MultiheadAttention, ask: Ask) -> tuple[float, ...]:
@@ -399,7 +408,14 @@ def _(layer: L2MultiheadAttention, ask: Ask) -> Bound:
             f"its temperatures leave the range of {root.dtype}: {layer.log_temperature}",
             "log_temperature between -170 and 170",
         )
-    return Bound(attention_bound(layer, ask), theorem(layer, ask.norm))
+    value = attention_bound(layer, ask)
+    if layer.bounds_keys and ask.readable(value) and math.isinf(value):
+        raise ask.refuse(
+            "its radii sqrt(t) R are too large for a gain at any number of tokens: "
+            f"log_key_radius={layer.log_key_radius}, log_temperature={layer.log_temperature}",
+            "seq_len=N, a layer with max_len=N, or a smaller key_radius",
+        )
+    return Bound(value, theorem(layer, ask.norm))
 
 
 @register_bake(L2MultiheadAttention)

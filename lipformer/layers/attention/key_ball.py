@@ -1,13 +1,14 @@
 r"""Keys inside a ball, for Theorem F: each head's keys are bounded by a radius R.
 
-Either projected on the ball, :math:`y \min(1, R/\|y\|)`, or shrunk smoothly, :math:`y/\sqrt{1 + \|y\|^2/R^2}`,
-which a density wants. Both are 1-Lipschitz: the second has the derivative
-:math:`f (I - f^2 y y^\top/R^2)` with :math:`f = (1 + \|y\|^2/R^2)^{-1/2}`, of eigenvalues f and :math:`f^3`.
+Either projected on the ball, :math:`y \min(1, R/\|y\|)`, or shrunk smoothly,
+:math:`f y = y/\sqrt{1 + \|y\|^2/R^2}`, which a density wants. Both are 1-Lipschitz: the second has the
+derivative :math:`f (I - f^2 y y^\top/R^2)`, of eigenvalues f and :math:`f^3`.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 
 import torch
@@ -37,17 +38,19 @@ def push_bounded(y: Tensor, radius: Tensor, smooth: bool, tangents: Tensor) -> T
     return (radius * total.rsqrt() * (tangents - share * along * wide)).to(tangents.dtype)
 
 
-Head = tuple[tuple[Rows, ...], float]
-"""What the rows of a head may see, all of it, and its gain without a radius."""
+Head = tuple[tuple[tuple[str, float, str, float], ...], float]
+"""The `Rows` that a head may have, as tuples (constants of torch.compile), and its gain without a ball."""
 
 
 @functools.lru_cache(maxsize=256)
 def _lines(heads: tuple[Head, ...], factor: float) -> tuple[list[list[float]], list[list[float]]]:
-    """a and b (H, KNOTS + 1): the gain is at most a + b x in cell 0 (x < 0), ..., KNOTS (beyond the knots)."""
+    """a and b (H, KNOTS + 1): the gain is at most a + b x in cell 0 (x < 0), ..., KNOTS (beyond all)."""
     constant, slope = [], []
     for rows, most in heads:
-        value = [factor * max(each) for each in zip(*(ball_knots(Rows(*row)) for row in rows), strict=True)]
-        rise = [after - before for before, after in zip(value, value[1:], strict=False)]
+        value = [
+            factor * max(each) for each in zip(*(ball_knots(Rows(*row)) for row in rows), strict=True)
+        ]
+        rise = [after - before for before, after in itertools.pairwise(value)]
         if math.inf in value:
             value, rise = [most] * KNOTS, [0.0] * (KNOTS - 1)
         cells = [before - k * b for k, (before, b) in enumerate(zip(value, rise, strict=False))]

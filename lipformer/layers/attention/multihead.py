@@ -128,10 +128,10 @@ class L2MultiheadAttention(Layer):
     two matrices instead of four, :math:`M_h` being a block of out_proj, and a learned temperature per
     head, which costs nothing in the certificate.
 
-    With ``key_radius`` each :math:`y_h = x W_h + b_h` is projected on a ball of learned radius :math:`R_h`,
-    as query, key and value alike. The gain of the head is then that of a ball of radius
-    :math:`r_h = \sqrt{t_h} R_h` (Theorem F), much smaller for :math:`r_h \le 1`, for any number of
-    tokens without a mask. Temperature and radius then count in the certificate, with gradients.
+    With ``key_radius`` each :math:`y_h = x W_h + b_h` is projected on a ball of learned radius
+    :math:`R_h`, as query, key and value alike. The gain of the head is then that of a ball of radius
+    :math:`r_h = \sqrt{t_h} R_h` (Theorem F), much smaller for :math:`r_h \le 1`, and without a mask for
+    any number of tokens. Temperature and radius then count in the certificate, with gradients.
 
     Args:
         embed_dim: D, the width of the tokens.
@@ -233,7 +233,9 @@ class L2MultiheadAttention(Layer):
         self.v_proj = linear(False) if value_proj else None
         self.out_proj = linear(bias)
         self.log_temperature = None if value_proj else nn.Parameter(torch.empty(num_heads, **place))
-        self.log_key_radius = None if key_radius is None else nn.Parameter(torch.empty(num_heads, **place))
+        self.log_key_radius = (
+            None if key_radius is None else nn.Parameter(torch.empty(num_heads, **place))
+        )
         self.register_buffer("baked_radius", None)
         self._balance: tuple[float, ...] | None = None
         self.constants = Constants()
@@ -480,7 +482,7 @@ class L2MultiheadAttention(Layer):
         return self._stored().new_full((self.num_heads, 1, 1), root, dtype=wide)
 
     def radius(self, root: Tensor) -> Tensor | None:
-        """The radius sqrt(2 t_h) R_h of scaled keys (H, 1), in at least float32; None without key_radius."""
+        """The radius sqrt(2 t_h) R_h of scaled keys (H, 1), in at least float32, or None."""
         if self.baked_radius is not None:
             return self.baked_radius.to(root.dtype)
         if self.log_key_radius is None:
