@@ -117,7 +117,7 @@ def causal_column(keys: float, slope: float) -> Column:
     r"""Bounds S for a causal mask with at most ``keys`` keys in a row, with ALiBi or without.
 
     The k-th row after key j sees j and the k - 1 tokens between, whatever is padded:
-    :math:`P_{ij} \le 1/(1 + c_k e^t)`, :math:`c_k = e^{\sigma k} + e^{-4 r^2} \sum_{0 < l < k} e^{\sigma l}`
+    :math:`P_{ij} \le 1/(1 + c_k e^t)`, :math:`c_k = e^{\sigma k} + e^{-4 r^2} \sum_{l=1}^{k-1} e^{\sigma l}`
     (docs/theory, Theorem F, "Masks and biases").
     """
     first, counts, last = _lags(keys, slope)

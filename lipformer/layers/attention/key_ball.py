@@ -39,7 +39,7 @@ def push_bounded(y: Tensor, radius: Tensor, smooth: bool, tangents: Tensor) -> T
 
 
 Head = tuple[tuple[tuple[str, float, str, float], ...], float]
-"""The `Rows` that a head may have, as tuples (constants of torch.compile), and its gain without a ball."""
+"""The `Rows` that a head may have, as tuples for torch.compile, and its gain without a ball."""
 
 
 @functools.lru_cache(maxsize=256)
