@@ -306,7 +306,7 @@ def enlarged_log_mass(b: Tensor) -> float:
     return value + 1e-12 * (1 + abs(value))
 
 
-FIRST, STEP, KNOTS = math.log(0.1), 0.1, 36
+FIRST, STEP, KNOTS = math.log(0.1), 0.1, 49
 """The knots of `ball_knots` are at ln r = FIRST + k STEP."""
 
 # Radii between two knots at which the line is held above the bound.

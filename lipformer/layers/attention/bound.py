@@ -257,6 +257,12 @@ def attention_bound(layer: L2MultiheadAttention, ask: Ask, head_scale: Tensor | 
             value = torch.maximum(value, _linf(layer, q, m, spreads))
     else:
         gains = head_gains(layer, ask, q.device)
+        if layer.bounds_keys and ask.readable(gains) and bool(gains.isinf().any()):
+            raise ask.refuse(
+                "its radii sqrt(t) R are too large for a gain at any number of tokens: "
+                f"log_key_radius={layer.log_key_radius}, log_temperature={layer.log_temperature}",
+                "seq_len=N, a layer with max_len=N, or a smaller key_radius",
+            )
         smallest = token_bound_minimum if ask.norm == "token" else joint_bound_minimum
         value = smallest(q, m, gains)
         if head_scale is not None:
@@ -408,14 +414,7 @@ def _(layer: L2MultiheadAttention, ask: Ask) -> Bound:
             f"its temperatures leave the range of {root.dtype}: {layer.log_temperature}",
             "log_temperature between -170 and 170",
         )
-    value = attention_bound(layer, ask)
-    if layer.bounds_keys and ask.readable(value) and math.isinf(value):
-        raise ask.refuse(
-            "its radii sqrt(t) R are too large for a gain at any number of tokens: "
-            f"log_key_radius={layer.log_key_radius}, log_temperature={layer.log_temperature}",
-            "seq_len=N, a layer with max_len=N, or a smaller key_radius",
-        )
-    return Bound(value, theorem(layer, ask.norm))
+    return Bound(attention_bound(layer, ask), theorem(layer, ask.norm))
 
 
 @register_bake(L2MultiheadAttention)

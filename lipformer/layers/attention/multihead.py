@@ -487,8 +487,8 @@ class L2MultiheadAttention(Layer):
             return self.baked_radius.to(root.dtype)
         if self.log_key_radius is None:
             return None
-        # In a range whose squares do not leave that of float32.
-        return (self.log_key_radius.to(root.dtype).exp()[:, None] * root.squeeze(-1)).clamp(1e-15, 1e15)
+        log_radius = self.log_key_radius.to(root.dtype)[:, None] + root.squeeze(-1).log()
+        return log_radius.clamp(-34.0, 34.0).exp()  # squares do not leave the range of float32
 
     def key_weight(self, root: Tensor) -> Tensor:
         """What maps tokens to scaled keys, (H d, D) in the layer's dtype; ``root`` as from root()."""
