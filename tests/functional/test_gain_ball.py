@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -73,7 +74,7 @@ def test_grows_with_the_radius_and_never_passes_the_gain_without() -> None:
     for norm in ("l2", "token", "self"):
         for options in ({}, {"is_causal": True}, {"is_causal": True, "slope": 0.25}):
             found = [l2_gain(32, norm=norm, radius=0.05 * 1.6**k, **options) for k in range(9)]
-            assert all(a <= b * (1 + 1e-4) for a, b in zip(found, found[1:], strict=False))
+            assert all(a <= b * (1 + 1e-4) for a, b in itertools.pairwise(found))
             assert max(found) <= l2_gain(32, norm=norm, **options)
             assert found[0] < 1.02 or options
     assert l2_gain(1, radius=3.0) == 1.0

@@ -149,8 +149,10 @@ def _any_number(layer: L2MultiheadAttention, ask: Ask) -> bool:
     )
 
 
-def head_gains(layer: L2MultiheadAttention, ask: Ask, device: torch.device) -> Tensor:
-    """The gain G_h of each head in the norm asked for, (H,) in float64 (docs/theory, section 2)."""
+def head_gains(
+    layer: L2MultiheadAttention, ask: Ask, device: torch.device, growth: float = 1.0
+) -> Tensor:
+    """The gain G_h of each head in the norm asked for, times ``growth``, (H,) in float64."""
     n = length(layer, ask)
     if ask.norm == "self" and layer.causal is not True:
         raise ask.refuse(
@@ -171,7 +173,8 @@ def head_gains(layer: L2MultiheadAttention, ask: Ask, device: torch.device) -> T
         extra.append(l2_gain(keys if keys == math.inf else int(keys), theorem="any mask"))
         masks.append("any")
     turning = _turning(layer, ask)
-    gains = tuple(max([gain, *extra]) * turning for gain in gains)
+    growth = growth * turning
+    gains = tuple(max([gain, *extra]) * growth for gain in gains)
     root = layer.root()
     radius = layer.radius(root)
     if radius is None:
@@ -187,7 +190,7 @@ def head_gains(layer: L2MultiheadAttention, ask: Ask, device: torch.device) -> T
     )
     heads = heads[:1] if len(set(heads)) == 1 else heads
     # Rounded keys may leave the ball by half an ulp, and again by turning them.
-    return ball_gains(radius.squeeze(-1), heads, turning, (1.0 + _running_eps(layer, ask)) * turning)
+    return ball_gains(radius.squeeze(-1), heads, growth, (1.0 + _running_eps(layer, ask)) * turning)
 
 
 def _turning(layer: L2MultiheadAttention, ask: Ask) -> float:
@@ -398,8 +401,7 @@ def contractive_head_bounds(
         left = norms[0].square().sum().sqrt() if ask.norm == "token" else norms[matrices - 1]
         right = norms[matrices] if layer.v_proj is None else norms[matrices] + _folding_error(layer)
         # The factor covers the rounding of these products, and of a float64 product that formed m.
-        heads = head_gains(layer, ask, left.device)
-        left = left * ((1.0 + 4e-12) * growth)
+        heads = head_gains(layer, ask, left.device, (1.0 + 4e-12) * growth)
         lost = _lost(heads.amax() * layer.root().amax() * least, heads * right) if lossy else None
         divisors.append(Divisor(left * right * heads, lost))
     return divisors
