@@ -116,8 +116,8 @@ def _lags(keys: float, slope: float) -> tuple[Tensor, Tensor, float]:
 def causal_column(keys: float, slope: float) -> Column:
     r"""Bounds S for a causal mask with at most ``keys`` keys in a row, with ALiBi or without.
 
-    The k-th row after key j sees j and the k - 1 tokens between, whatever is padded, so that
-    :math:`P_{ij} \le 1/(1 + c e^t)` with :math:`c = e^{\sigma k} + e^{-4 r^2} \sum_{l=1}^{k-1} e^{\sigma l}`
+    The k-th row after key j sees j and the k - 1 tokens between, whatever is padded: in it
+    :math:`P_{ij} \le 1/(1 + c e^t)`, :math:`c = e^{\sigma k} + e^{-4 r^2} \sum_{l=1}^{k-1} e^{\sigma l}`
     (docs/theory, Theorem F).
     """
     first, counts, last = _lags(keys, slope)

@@ -175,8 +175,7 @@ def head_gains(
     turning = _turning(layer, ask)
     growth = growth * turning
     gains = tuple(max([gain, *extra]) * growth for gain in gains)
-    root = layer.root()
-    radius = layer.radius(root)
+    radius = layer.radius(layer.root()) if layer.bounds_keys else None
     if radius is None:
         return layer.constants(gains, device)
     heads = tuple(
