@@ -254,17 +254,17 @@ def _l2_field(layer: L2MultiheadAttention, dtype: torch.dtype) -> Field:
     if isinstance(temperature, Tensor):
         temperature = temperature.to(dtype)
     root, shift = layer.root(), layer.q_proj.bias
-    radius = layer.radius(root)
+    curb = layer.curb()
 
     def in_ball(tokens: Tensor) -> Tensor:
-        assert radius is not None
+        assert curb is not None
         y = tokens[..., None, :, :] @ heads
         if shift is not None:
             y = y + shift.to(dtype).unflatten(0, (layer.num_heads, 1, -1))
-        return bounded(y, (radius[..., None] / root).to(dtype), layer.smooth_radius)
+        return bounded(y, (curb[..., None] * root.square()).to(dtype), layer.smooth_radius)
 
     def field(query: Tensor, x: Tensor, log_weights: Tensor) -> Tensor:
-        if radius is None:
+        if curb is None:
             # Distances are those of differences, so a common reference point keeps the squares small.
             centre = x.mean(-2, keepdim=True).detach()
             y, z = ((tokens - centre)[..., None, :, :] @ heads for tokens in (x, query))

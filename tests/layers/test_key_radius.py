@@ -59,15 +59,15 @@ def test_it_is_attention_on_bounded_keys(smooth: bool) -> None:
 @SMOOTH
 def test_derivatives_of_the_projection(smooth: bool) -> None:
     y = torch.randn(5, H, 3, dtype=torch.float64, requires_grad=True)
-    radius = torch.tensor([[0.7], [1.6]], dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda y, r: bounded(y, r, smooth), (y, radius))
-    assert torch.autograd.gradgradcheck(lambda y, r: bounded(y, r, smooth), (y, radius))
+    curb = torch.tensor([[2.0], [0.4]], dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda y, c: bounded(y, c, smooth), (y, curb))
+    assert torch.autograd.gradgradcheck(lambda y, c: bounded(y, c, smooth), (y, curb))
     tangents = torch.randn(2, 5, H, 3, dtype=torch.float64)
-    for tangent, pushed in zip(tangents, push_bounded(y, radius, smooth, tangents), strict=True):
-        expected = torch.func.jvp(lambda y: bounded(y, radius, smooth), (y,), (tangent,))[1]
+    for tangent, pushed in zip(tangents, push_bounded(y, curb, smooth, tangents), strict=True):
+        expected = torch.func.jvp(lambda y: bounded(y, curb, smooth), (y,), (tangent,))[1]
         torch.testing.assert_close(pushed, expected, rtol=0, atol=1e-12)
     zero = torch.zeros(1, H, 3, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradgradcheck(lambda y: bounded(y, radius, smooth), zero)
+    assert torch.autograd.gradgradcheck(lambda y: bounded(y, curb, smooth), zero)
 
 
 @pytest.mark.parametrize("options", MASKS, ids=str)
@@ -223,10 +223,11 @@ def test_conversion_and_measures() -> None:
 @SMOOTH
 def test_rounded_keys_stay_in_the_certified_ball(smooth: bool, dtype: torch.dtype) -> None:
     attention = layer(smooth, dtype, causal=True, positions="rotary")
-    root = attention.root()
     keys = attention._keys(100 * tokens(dtype), 0).y.double()
-    radius = attention.radius(root).double()[..., None]
-    assert (keys.norm(dim=-1, keepdim=True) <= radius * (1 + torch.finfo(dtype).eps) ** 2).all()
+    radius = attention.log_radius().double().exp()[:, None, None]
+    assert (
+        keys.norm(dim=-1, keepdim=True) <= radius * (1 + 1e-6) * (1 + torch.finfo(dtype).eps) ** 2
+    ).all()
 
 
 def test_extreme_radii_and_temperatures_stay_finite() -> None:

@@ -175,8 +175,8 @@ def head_gains(
     turning = _turning(layer, ask)
     growth = growth * turning
     gains = tuple(max([gain, *extra]) * growth for gain in gains)
-    radius = layer.radius(layer.root()) if layer.bounds_keys else None
-    if radius is None:
+    log_radius = layer.log_radius()
+    if log_radius is None:
         return layer.constants(gains, device)
     heads = tuple(
         (
@@ -189,7 +189,7 @@ def head_gains(
     )
     heads = heads[:1] if len(set(heads)) == 1 else heads
     # Rounded keys may leave the ball by half an ulp, and again by turning them.
-    return ball_gains(radius.squeeze(-1), heads, growth, (1.0 + _running_eps(layer, ask)) * turning)
+    return ball_gains(log_radius, heads, growth, (1.0 + _running_eps(layer, ask)) * turning)
 
 
 def _turning(layer: L2MultiheadAttention, ask: Ask) -> float:
@@ -431,9 +431,8 @@ def bake_attention(
     root = layer.root()
     key = linear_of(layer.key_weight(root), layer.key_bias(root))
     out = linear_of(layer.read_out_weight(root, head_scale), layer.read_out_bias(head_scale))
-    radius = layer.radius(root)
-    if radius is not None:
-        layer.log_key_radius, layer.baked_radius = None, radius
+    if layer.bounds_keys:
+        layer.baked_curb, layer.log_key_radius = layer.curb(), None
     if layer._balance is None:
         layer._balance = tuple(root.flatten().tolist())
     del layer.log_temperature

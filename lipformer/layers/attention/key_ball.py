@@ -17,25 +17,25 @@ from torch import Tensor
 from lipformer.functional.gain.ball import FIRST, KNOTS, STEP, Rows, ball_knots
 
 
-def _total(y: Tensor, radius: Tensor, smooth: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """y in at least float32, its squared length q (*, 1), and q + R^2 or max(q, R^2)."""
+def _total(y: Tensor, curb: Tensor, smooth: bool) -> tuple[Tensor, Tensor]:
+    """y in at least float32, and 1 + q or max(1, q) of its squared length q in units of R^2, (*, 1)."""
     wide = y.to(torch.promote_types(y.dtype, torch.float32))
-    length, limit = wide.square().sum(-1, keepdim=True), radius.square()
-    return wide, length, length + limit if smooth else torch.maximum(length, limit)
+    length = wide.square().sum(-1, keepdim=True) * curb
+    return wide, 1.0 + length if smooth else length.clamp_min(1.0)
 
 
-def bounded(y: Tensor, radius: Tensor, smooth: bool) -> Tensor:
-    """Keys (*, H, d) bounded by radii (H, 1), which are in at least float32."""
-    wide, _, total = _total(y, radius, smooth)
-    return (wide * (radius * total.rsqrt())).to(y.dtype)
+def bounded(y: Tensor, curb: Tensor, smooth: bool) -> Tensor:
+    """Keys (*, H, d) inside their balls; ``curb`` is R^-2, broadcastable to (*, H, 1), in >= float32."""
+    wide, total = _total(y, curb, smooth)
+    return (wide * total.rsqrt()).to(y.dtype)
 
 
-def push_bounded(y: Tensor, radius: Tensor, smooth: bool, tangents: Tensor) -> Tensor:
+def push_bounded(y: Tensor, curb: Tensor, smooth: bool, tangents: Tensor) -> Tensor:
     """The derivative of :func:`bounded` at y (*, H, d) times tangents (R, *, H, d)."""
-    wide, length, total = _total(y, radius, smooth)
-    share = total.reciprocal() if smooth else total.reciprocal() * (length > radius.square())
+    wide, total = _total(y, curb, smooth)
+    share = curb / total if smooth else curb / total * (total > 1.0)
     along = (wide * tangents).sum(-1, keepdim=True)
-    return (radius * total.rsqrt() * (tangents - share * along * wide)).to(tangents.dtype)
+    return (total.rsqrt() * (tangents - share * along * wide)).to(tangents.dtype)
 
 
 Head = tuple[tuple[tuple[str, float, str, float], ...], float]
@@ -73,21 +73,22 @@ def _cached_lines(heads: tuple[Head, ...], factor: float, device: str) -> Tensor
         return torch.tensor(_lines(heads, factor), dtype=torch.float64, device=device)
 
 
-def ball_gains(radius: Tensor, heads: tuple[Head, ...], factor: float, margin: float) -> Tensor:
+def ball_gains(log_radius: Tensor, heads: tuple[Head, ...], factor: float, margin: float) -> Tensor:
     r"""The gain of each head (H,) on its ball, with the gradient for the radius, never below Theorem F.
 
     Linear in ln r between the knots of `ball_knots`, constant below them, and at most the gain without
     a radius.
 
     Args:
-        radius: of the keys at temperature 1/2, :math:`\sqrt 2\, r` (H,).
+        log_radius: logarithm of that of the keys at temperature 1/2, :math:`\ln \sqrt 2\, r` (H,).
         heads: one entry for each head, or one for all.
         factor: what the gains are multiplied by.
         margin: what the radii are multiplied by, above the rounding of keys.
     """
-    lines = _line_tensor(heads, factor, str(radius.device))
-    offset = math.log(margin / math.sqrt(2.0)) - FIRST
-    x = (radius.double().log() + offset) / STEP
+    lines = _line_tensor(heads, factor, str(log_radius.device))
+    # The radius is its exponential, within a few units of float32.
+    offset = math.log(margin * (1.0 + 1e-6) / math.sqrt(2.0)) - FIRST
+    x = (log_radius.double() + offset) / STEP
     cell = (x.detach().floor() + 1.0).clamp(0, KNOTS).long()
     a, b = lines.expand(2, len(x), -1).gather(2, cell[None, :, None].expand(2, -1, 1)).squeeze(2)
     most = lines[0, :, -1]

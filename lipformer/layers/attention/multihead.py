@@ -148,10 +148,8 @@ class L2MultiheadAttention(Layer):
         positions: None, "alibi" (needs causal=True) or "rotary".
         max_len: the largest number of tokens, which then need not be told to certify.
         proj_coeff: if given, all projections have spectral norm at most this.
-        key_radius: initial R of each head's ball; with temperatures around 1/d a good one is
-            :math:`\sqrt d`. None: no balls.
-        smooth_radius: shrink keys smoothly into the ball, :math:`y/\sqrt{1 + \|y\|^2/R^2}`, in place of
-            the projection; the same certificate. Densities want it.
+        key_radius: initial R of each head's ball, such as :math:`\sqrt d`, or None for no balls.
+        smooth_radius: :math:`y/\sqrt{1 + \|y\|^2/R^2}` in place of the projection, for densities.
         slopes: ALiBi slopes, one per head; default 1/2 to 1/16.
         device: of the parameters.
         dtype: of the parameters.
@@ -169,7 +167,7 @@ class L2MultiheadAttention(Layer):
     _qkv_same_embed_dim = False
     in_proj_bias = None
     in_proj_weight = _NoFastPath()
-    baked_radius: Tensor | None
+    baked_curb: Tensor | None
 
     def __init__(
         self,
@@ -236,7 +234,7 @@ class L2MultiheadAttention(Layer):
         self.log_key_radius = (
             None if key_radius is None else nn.Parameter(torch.empty(num_heads, **place))
         )
-        self.register_buffer("baked_radius", None)
+        self.register_buffer("baked_curb", None)
         self._balance: tuple[float, ...] | None = None
         self.constants = Constants()
         if positions == "alibi":
@@ -275,7 +273,7 @@ class L2MultiheadAttention(Layer):
     @property
     def bounds_keys(self) -> bool:
         """Whether it has a key_radius."""
-        return self.log_key_radius is not None or self.baked_radius is not None
+        return self.log_key_radius is not None or self.baked_curb is not None
 
     def check_projections(self, refuse: Refuse = _refuse) -> None:
         """Raises for projections that are more than the weight and bias that the layer reads of them."""
@@ -475,20 +473,35 @@ class L2MultiheadAttention(Layer):
 
         It is folded into the weights, so that it costs nothing per token, and each is rounded once.
         """
-        wide = torch.promote_types(self._stored().dtype, torch.float32)
-        if self.log_temperature is not None:
-            return (0.5 * (self.log_temperature.to(wide) + math.log(2.0))).exp()[:, None, None]
+        log_root = self._log_root()
+        if isinstance(log_root, Tensor):
+            return log_root.exp()[:, None, None]
         root = math.sqrt(2.0 * self.head_dim**-0.5)
-        return self._stored().new_full((self.num_heads, 1, 1), root, dtype=wide)
+        return self._stored().new_full((self.num_heads, 1, 1), root, dtype=self._wide())
 
-    def radius(self, root: Tensor) -> Tensor | None:
-        """The radius sqrt(2 t_h) R_h of scaled keys (H, 1), in at least float32, or None."""
-        if self.baked_radius is not None:
-            return self.baked_radius.to(root.dtype)
+    def _wide(self) -> torch.dtype:
+        return torch.promote_types(self._stored().dtype, torch.float32)
+
+    def _log_root(self) -> Tensor | float:
+        """ln sqrt(2 t_h), (H,) if it is learned."""
+        if self.log_temperature is None:
+            return 0.5 * math.log(2.0 * self.head_dim**-0.5)
+        return 0.5 * (self.log_temperature.to(self._wide()) + math.log(2.0))
+
+    def log_radius(self) -> Tensor | None:
+        """ln of the radius sqrt(2 t_h) R_h of scaled keys, (H,) in at least float32, or None."""
+        if self.baked_curb is not None:
+            return -0.5 * self.baked_curb.to(self._wide()).log().squeeze(-1)
         if self.log_key_radius is None:
             return None
-        log_radius = self.log_key_radius.to(root.dtype)[:, None] + root.squeeze(-1).log()
-        return log_radius.clamp(-34.0, 34.0).exp()  # squares do not leave the range of float32
+        return self.log_key_radius.to(self._wide()) + self._log_root()
+
+    def curb(self) -> Tensor | None:
+        """1 over the squared radius of scaled keys (H, 1), in at least float32, or None."""
+        if self.baked_curb is not None:
+            return self.baked_curb.to(self._wide())
+        log_radius = self.log_radius()
+        return None if log_radius is None else (-2.0 * log_radius).clamp(-68.0, 68.0).exp()[:, None]
 
     def key_weight(self, root: Tensor) -> Tensor:
         """What maps tokens to scaled keys, (H d, D) in the layer's dtype; ``root`` as from root()."""
@@ -525,11 +538,11 @@ class L2MultiheadAttention(Layer):
     def _keys(self, x: Tensor, offset: int) -> Keys:
         """Scaled keys sqrt(2 t) x W, inside their ball, rotated by rotary positions."""
         root = self.root()
-        weight, radius = self.key_weight(root), self.radius(root)
+        weight, curb = self.key_weight(root), self.curb()
         y = F.linear(x, weight, self.key_bias(root)).unflatten(-1, (self.num_heads, -1))
         free = None
-        if radius is not None:
-            free, y = y, bounded(y, radius, self.smooth_radius)
+        if curb is not None:
+            free, y = y, bounded(y, curb, self.smooth_radius)
         y = y.transpose(1, 2)
         if self.positions != "rotary":
             return Keys(y, weight, None, root, free)

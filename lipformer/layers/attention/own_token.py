@@ -133,9 +133,9 @@ def push_attention(
     out = layer._output(rows.heads.to(x.dtype), keys, call.head_scale)
     # The linear part of _keys; that of _output is what it does without a bias.
     moved = F.linear(tangents, keys.weight).unflatten(-1, (layer.num_heads, -1))
-    radius = layer.radius(keys.root)
-    if keys.free is not None and radius is not None:
-        moved = push_bounded(keys.free, radius, layer.smooth_radius, moved)
+    curb = layer.curb()
+    if keys.free is not None and curb is not None:
+        moved = push_bounded(keys.free, curb, layer.smooth_radius, moved)
     moved = moved.transpose(2, 3)
     if keys.angles is not None:
         moved = rotate(moved, *keys.angles)
