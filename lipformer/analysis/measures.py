@@ -20,6 +20,7 @@ from lipformer.analysis.inputs import check_order, check_tokens
 from lipformer.analysis.maps import Attention, attention_maps
 from lipformer.estimates import Estimate, estimate_lipschitz
 from lipformer.layers import L2MultiheadAttention
+from lipformer.layers.attention.key_ball import bounded
 
 _DENSE = 4096
 """Largest N max(D, E) for which the Jacobian is made."""
@@ -252,14 +253,28 @@ def _l2_field(layer: L2MultiheadAttention, dtype: torch.dtype) -> Field:
     temperature = layer.temperature
     if isinstance(temperature, Tensor):
         temperature = temperature.to(dtype)
+    root, shift = layer.root(), layer.q_proj.bias
+    curb = layer.curb()
+
+    def in_ball(tokens: Tensor) -> Tensor:
+        assert curb is not None
+        y = tokens[..., None, :, :] @ heads
+        if shift is not None:
+            y = y + shift.to(dtype).unflatten(0, (layer.num_heads, 1, -1))
+        return bounded(y, (curb[..., None] * root.square()).to(dtype), layer.smooth_radius)
 
     def field(query: Tensor, x: Tensor, log_weights: Tensor) -> Tensor:
-        # Distances are those of differences, so a common reference point keeps the squares small.
-        centre = x.mean(-2, keepdim=True).detach()
-        y, z = ((tokens - centre)[..., None, :, :] @ heads for tokens in (x, query))
+        if curb is None:
+            # Distances are those of differences, so a common reference point keeps the squares small.
+            centre = x.mean(-2, keepdim=True).detach()
+            y, z = ((tokens - centre)[..., None, :, :] @ heads for tokens in (x, query))
+            values = x[..., None, :, :] @ heads
+        else:
+            y, z = in_ball(x), in_ball(query)
+            values = y
         scores = temperature * (2 * z @ y.mT - y.square().sum(-1)[..., None, :])
         weights = (scores + log_weights[..., None, None, :]).softmax(-1)
-        out = (weights @ (x[..., None, :, :] @ heads @ outputs)).sum(-3)
+        out = (weights @ (values @ outputs)).sum(-3)
         return out if bias is None else out + bias.to(dtype)
 
     return field

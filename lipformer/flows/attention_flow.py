@@ -19,7 +19,13 @@ LINEAR = {"plu": InvertibleLinear, "permutation": Permutation}
 
 
 def attention_branch(
-    dim: int, num_heads: int, *, width: int | None, causal: bool, positions: str | None
+    dim: int,
+    num_heads: int,
+    *,
+    width: int | None,
+    causal: bool,
+    positions: str | None,
+    key_radius: float | None,
 ) -> nn.Module:
     """Attention of tokens (B, T, D), if ``width`` is given on that many smooth features of them."""
     attention = L2MultiheadAttention(
@@ -29,6 +35,8 @@ def attention_branch(
         causal=causal,
         positions=positions,
         proj_coeff=1.0,
+        key_radius=key_radius,
+        smooth_radius=True,
     )
     if width is None:
         return attention
@@ -64,6 +72,8 @@ class AttentionFlow(Flow):
         mode: "norm" or "causal", see :class:`InvertibleResidual`.
         causal: mask the attention; default: in mode "causal" only.
         positions: None, "alibi" or "rotary"; "auto" is "alibi" with a mask, else None.
+        key_radius: initial radius of the balls that bound each head's keys, smoothly (Theorem F): the
+            attention is then divided by less. None: no balls.
         seq_len: the largest T; needed unless positions are "alibi".
         log_det: method of the attention's log-determinants; None for "auto", see
             :class:`InvertibleResidual`. The feed-forward's are always exact, by derivatives of single
@@ -95,6 +105,7 @@ class AttentionFlow(Flow):
         mode: str = "norm",
         causal: bool | None = None,
         positions: str | None = "auto",
+        key_radius: float | None = None,
         seq_len: int | None = None,
         log_det: str | None = None,
         linear: str | None = None,
@@ -119,7 +130,9 @@ class AttentionFlow(Flow):
             blocks.append(ActNorm(dim))
             if linear is not None:
                 blocks.append(LINEAR[linear](dim))
-            attention = attention_branch(dim, num_heads, width=width, causal=causal, positions=positions)
+            attention = attention_branch(
+                dim, num_heads, width=width, causal=causal, positions=positions, key_radius=key_radius
+            )
             options: dict[str, Any] = {"seq_len": seq_len, "probes": probes, "terms": terms}
             blocks.append(InvertibleResidual(attention, coeff, mode, log_det=log_det, **options))
             for _ in range(feed_forwards):

@@ -120,7 +120,8 @@ class Contractive(Freezable):
                     bound_of(self.module, self._ask(norm, known))
                 found.append(norm)
             except NotCertifiable as error:
-                refusals.append(error)
+                # Its frames hold the weights, in a cycle with this one.
+                refusals.append(error.with_traceback(None))
         if not found:
             raise refusals[0]
         places = [

@@ -34,7 +34,7 @@ def l2(vocab_size: int, **options: Any) -> LanguageModel:
 
     Each attention layer is certified; LayerNorm makes the certificate of the whole finite but useless.
 
-    Options: those of :func:`dot_product` and ``value_proj=False``.
+    Options: those of :func:`dot_product`, ``value_proj=False`` and ``key_radius=None``.
     """
     return LanguageModel(LanguageModelConfig("l2", vocab_size, **options))
 
@@ -47,7 +47,7 @@ def contractive(vocab_size: int, **options: Any) -> LanguageModel:
     tokens, for comparison.
 
     Options: those of :func:`dot_product` (here ``norm_place="post"``), ``value_proj=False``,
-    ``coeff=1.0``, ``norm="self"``, ``bound=None``.
+    ``key_radius=None``, ``coeff=1.0``, ``norm="self"``, ``bound=None``.
     """
     return LanguageModel(LanguageModelConfig("contractive", vocab_size, **options))
 
@@ -59,7 +59,7 @@ def lipschitz(vocab_size: int, **options: Any) -> LanguageModel:
     ``head_coeff``, which with the default coeff=1 bounds the whole.
 
     Options: those of :func:`dot_product` (here ``norm_place="none"``), ``value_proj=False``,
-    ``coeff=1.0``, ``norm="l2"``, ``head_coeff=32.0``.
+    ``key_radius=None``, ``coeff=1.0``, ``norm="l2"``, ``head_coeff=32.0``.
     """
     return LanguageModel(LanguageModelConfig("lipschitz", vocab_size, **options))
 
@@ -70,8 +70,8 @@ def invertible(vocab_size: int, **options: Any) -> LanguageModel:
     With ``norm="self"`` (default) attention is invertible token by token (Theorem E), with "l2",
     "token" or "linf" by a contraction of the whole sequence, which shrinks it more.
 
-    Options: those of :func:`dot_product` without ``norm_place``, ``value_proj=False``, ``coeff=0.9``,
-    ``norm="self"``.
+    Options: those of :func:`dot_product` without ``norm_place``, ``value_proj=False``,
+    ``key_radius=None``, ``coeff=0.9``, ``norm="self"``.
     """
     return LanguageModel(LanguageModelConfig("invertible", vocab_size, **options))
 

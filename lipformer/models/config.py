@@ -13,11 +13,12 @@ from lipformer.models.entries import ModelConfig
 VARIANT_OPTIONS: dict[str, dict[str, Any]] = {
     "dot_product": {"norm_place": "pre", "token_shift": False},
     "l2_untied": {"norm_place": "pre", "token_shift": False},
-    "l2": {"norm_place": "pre", "token_shift": True, "value_proj": False},
+    "l2": {"norm_place": "pre", "token_shift": True, "value_proj": False, "key_radius": None},
     "contractive": {
         "token_shift": True,
         "norm_place": "post",
         "value_proj": False,
+        "key_radius": None,
         "coeff": 1.0,
         "norm": "self",
         "bound": None,
@@ -26,11 +27,18 @@ VARIANT_OPTIONS: dict[str, dict[str, Any]] = {
         "token_shift": True,
         "norm_place": "none",
         "value_proj": False,
+        "key_radius": None,
         "coeff": 1.0,
         "norm": "l2",
         "head_coeff": 32.0,
     },
-    "invertible": {"token_shift": True, "value_proj": False, "coeff": 0.9, "norm": "self"},
+    "invertible": {
+        "token_shift": True,
+        "value_proj": False,
+        "key_radius": None,
+        "coeff": 0.9,
+        "norm": "self",
+    },
 }
 # What the paper's own scaling fixes.
 _KIM2021: dict[str, Any] = {"norm_place": "post", "value_proj": True, "norm": "linf"}
@@ -62,6 +70,8 @@ class LanguageModelConfig(ModelConfig):
             prefers the token itself and cannot look one back.
         query_scale: what the initial W_Q is multiplied by.
         value_proj: tied L2 attention in the paper's form (True) or in the lean form (False).
+        key_radius: initial radius of the balls that bound each head's keys (Theorem F), in "invertible"
+            smoothly; None for none.
         norm_place: "pre" or "post" (LayerNorm), "none"; in "lipschitz" "pre" is a CenterNorm.
         coeff: bound of each contractive branch.
         norm: the norm that branches contract in: "self" (Theorem E), "l2", "token" or "linf".
@@ -83,6 +93,7 @@ class LanguageModelConfig(ModelConfig):
     token_shift: bool | None = None
     query_scale: float = 1.0
     value_proj: bool | None = None
+    key_radius: float | None = None
     norm_place: str | None = None
     coeff: float | None = None
     norm: str | None = None
@@ -93,9 +104,8 @@ class LanguageModelConfig(ModelConfig):
     def __post_init__(self) -> None:
         self.check_choice("variant", *VARIANT_OPTIONS)
         own = VARIANT_OPTIONS[self.variant]
-        self.check_foreign(
-            self.variant, own, "value_proj", "norm_place", "coeff", "norm", "bound", "head_coeff"
-        )
+        options = ("value_proj", "key_radius", "norm_place", "coeff", "norm", "bound", "head_coeff")
+        self.check_foreign(self.variant, own, *options)
         self.check_choice("bound", "kim2021", None)
         self.fill(hidden=4 * self.dim, **({**own, **_KIM2021} if self.bound else own))
         if self.positions == "auto":
@@ -103,7 +113,7 @@ class LanguageModelConfig(ModelConfig):
         if self.slopes is not None:
             object.__setattr__(self, "slopes", tuple(self.slopes))
         self.check_positive("vocab_size", "dim", "num_heads", "num_layers", "hidden", "max_len")
-        self.check_positive("query_scale", "coeff", "head_coeff")
+        self.check_positive("query_scale", "coeff", "head_coeff", "key_radius")
         self._check_choices()
 
     def _check_choices(self) -> None:
@@ -117,6 +127,11 @@ class LanguageModelConfig(ModelConfig):
             raise ValueError(
                 "bound='kim2021' is the paper's form in the linf norm: value_proj=True and norm='linf', "
                 f"got value_proj={self.value_proj!r}, norm={self.norm!r}"
+            )
+        if self.key_radius is not None and self.norm == "linf":
+            raise ValueError(
+                "key_radius has no bound in the linf norm: norm='self', 'l2' or 'token', got "
+                f"key_radius={self.key_radius!r}, norm={self.norm!r}"
             )
         symbols = self.vocabulary
         if symbols is not None and not len(set(symbols)) == len(symbols) == self.vocab_size:

@@ -33,6 +33,8 @@ def tied_attention(config: LanguageModelConfig, *, orthogonal: bool) -> L2Multih
         positions=in_attention(config),
         max_len=None if config.any_length else config.max_len,
         slopes=config.slopes,
+        key_radius=config.key_radius,
+        smooth_radius=config.variant == "invertible",
     )
     if orthogonal:
         nn.init.orthogonal_(layer.q_proj.weight)

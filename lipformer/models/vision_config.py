@@ -35,6 +35,8 @@ class VisionTransformerConfig(ModelConfig):
             default 4.
         logit_coeff: bound of the norms of all query and of all key weights ("dot_product" only);
             default 1.
+        key_radius: initial radius of the balls that bound each head's keys (Theorem F; "l2" only); None
+            for none.
     """
 
     variant: str
@@ -55,18 +57,20 @@ class VisionTransformerConfig(ModelConfig):
     std: tuple[float, ...] | None = None
     radius: float | None = None
     logit_coeff: float | None = None
+    key_radius: float | None = None
 
     def __post_init__(self) -> None:
         self.check_choice("variant", "dot_product", "l2")
         self.check_choice("pooling", "flatten", "mean")
-        own = {"radius": 4.0, "logit_coeff": 1.0} if self.variant == "dot_product" else {}
-        self.check_foreign(self.variant, own, "radius", "logit_coeff")
+        dot_product = self.variant == "dot_product"
+        own = {"radius": 4.0, "logit_coeff": 1.0} if dot_product else {"key_radius": None}
+        self.check_foreign(self.variant, own, "radius", "logit_coeff", "key_radius")
         pixels = {"mean": (0.0,) * self.channels, "std": (1.0,) * self.channels}
         self.fill(hidden=2 * self.dim, **own, **pixels)
         for name in pixels:
             object.__setattr__(self, name, tuple(getattr(self, name)))
         self.check_positive("image_size", "channels", "patch_size", "num_classes", "dim", "num_heads")
-        self.check_positive("num_layers", "hidden", "readout", "std", "attention_weight")
+        self.check_positive("num_layers", "hidden", "readout", "std", "attention_weight", "key_radius")
         if self.image_size % self.patch_size:
             raise ValueError(
                 "image_size must be a multiple of patch_size, got "

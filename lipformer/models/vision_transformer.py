@@ -263,6 +263,7 @@ def _attention(config: VisionTransformerConfig) -> nn.Module:
         batch_first=True,
         causal=False,
         max_len=config.tokens,
+        key_radius=config.key_radius,
     )
     # A random matrix divided by its norm has a typical gain of 1/2, an orthogonal one of 1.
     nn.init.orthogonal_(attention.q_proj.weight)

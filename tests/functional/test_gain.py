@@ -16,7 +16,7 @@ import torch
 from scipy.special import lambertw
 
 from lipformer.functional.gain.interval import Interval
-from lipformer.functional.gain.minimum import _scalar_theorems, l2_gain
+from lipformer.functional.gain.minimum import _Question, _scalar_theorems, l2_gain
 from lipformer.functional.gain.pointwise import max_of_concave, pointwise
 from lipformer.functional.gain.row_factor import Cells
 from lipformer.functional.gain.rows import row_spread
@@ -32,7 +32,7 @@ SLOPES = [20.0, 3.0, 1.0, 0.5, 0.25, 1 / 8, 1 / 16, 1 / 32, 1 / 256, 1e-5]
 def test_none_is_the_smallest_of_all_theorems(is_causal: bool) -> None:
     for slope in [0.0, *SLOPES] if is_causal else [0.0]:
         for n in [*LENGTHS, math.inf] if slope else LENGTHS:
-            theorems = _scalar_theorems(float(n), "l2", is_causal, False, slope)
+            theorems = _scalar_theorems(_Question(float(n), "l2", is_causal, False, slope, None, None))
             smallest = min(evaluate() for evaluate in theorems.values())
             gain = l2_gain(n, is_causal=is_causal, slope=slope)
             assert gain == pytest.approx(smallest, rel=1e-9), (n, slope)

@@ -87,6 +87,8 @@ FORMS: list[dict[str, Any]] = [
     {"max_len": 6},
     {"proj_coeff": 0.9},
     {"proj_coeff": 0.9, "value_proj": False},
+    {"key_radius": 1.5, "value_proj": False, "max_len": 6},
+    {"key_radius": 1.5, "smooth_radius": True, "causal": True, "positions": "alibi"},
     {"batch_first": False},
 ]
 PADDED: list[dict[str, Any]] = [
@@ -115,6 +117,11 @@ NORMS = [
     *(
         Case(new(lf.Contractive, new(lf.FeedForward, 8, 16, None), norm=norm))
         for norm in (None, "l2", "token", "self", "linf")
+    ),
+    *(
+        Case(new(lf.Contractive, attention(max_len=6, causal=True, key_radius=1.5, **form), norm=norm))
+        for norm in (None, "l2", "self")
+        for form in ({"value_proj": False}, {"smooth_radius": True, "positions": "alibi"})
     ),
     # A bound that is a number, not a tensor.
     Case(new(lf.Contractive, new(lf.FeedForward, 8, 16), coeff=0.5)),

@@ -114,6 +114,31 @@ class TestNormalisedProjections(AttentionBattery):
     test_compile = slow_compile
 
 
+class TestKeyRadius(AttentionBattery):
+    options: ClassVar[dict[str, Any]] = {"key_radius": 1.0, "any_mask": True}
+    norms = ("l2", "token")
+    variants = ("plain", "padded", "causal", "padded causal", "hidden", "lowered")
+    attacked = (("l2", "plain"), ("token", "plain"), ("l2", "hidden"))
+
+
+class TestSmoothKeyRadius(AttentionBattery):
+    options: ClassVar[dict[str, Any]] = {
+        "key_radius": 1.0, "smooth_radius": True, "causal": True, "positions": "alibi",
+        "proj_coeff": 1.0,
+    }  # fmt: skip
+    norms = ("l2", "token", "self")
+    attacked = (("l2", "plain"), ("self", "plain"))
+
+
+class TestKeyRadiusRotary(AttentionBattery):
+    options: ClassVar[dict[str, Any]] = {
+        "key_radius": 1.5, "value_proj": True, "causal": True, "positions": "rotary", "max_len": 8,
+    }  # fmt: skip
+    norms = ("l2", "token", "self")
+    attacked = (("self", "padded"),)
+    test_compile = slow_compile
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_heads_of_very_different_size(seed: int) -> None:
     """One head reads or writes a hundred times more than another: the smallest way of writing wins."""

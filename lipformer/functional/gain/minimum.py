@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from lipformer.functional.attention.checks import check_window
+from lipformer.functional.gain.ball import Rows, ball_gain, dense_ball_gain
 from lipformer.functional.gain.closed_form import closed_form, kim2021, theorem_c
 from lipformer.functional.gain.dense_bias import (
     check_bias,
@@ -33,13 +35,15 @@ def l2_gain(
     window: int | None = None,
     slope: float | None = None,
     bias: Tensor | None = None,
+    radius: float | None = None,
     theorem: str | None = None,
 ) -> float:
     r"""Bounds the Lipschitz constant of one head of L2 attention from above.
 
     The head maps :math:`Z \in \mathbb{R}^{N \times d}` to P(Z) Z, where :math:`P_{ij}` is
     proportional to :math:`\exp(b_{ij} - t \|z_i - z_j\|^2)`. The bound holds for every d, every
-    input and every temperature t > 0. The theorems are those of docs/theory, section 2.
+    temperature t > 0 and every input, or with ``radius`` those with :math:`\sqrt t \|z_i\|` up to it.
+    Any tokens may be padded. The theorems are those of docs/theory, section 2.
 
     ========= ================================= ==================================================
     norm      applies to                        theorems
@@ -50,6 +54,7 @@ def l2_gain(
     "l2"      bias                              G, C, C+
     "token"   any mask and bias                 D
     "self"    any mask and bias                 E
+    each      radius                            F
     ========= ================================= ==================================================
 
     Theorem G is read from a table that the package holds, of up to 2^24 keys and slopes down to 2^-16;
@@ -67,9 +72,11 @@ def l2_gain(
         bias: Tensor broadcastable to (*, N, N), added to the logits and to the masks above; -inf
             hides a key. A non-zero diagonal is subtracted from its row. A batch gets its largest
             gain. Its values are read, so this synchronises and does not run under torch.compile.
+        radius: r > 0: all tokens, times :math:`\sqrt t`, lie in a ball of this radius. The gain is then
+            finite also without a mask for ``n=math.inf``, and near 1 for small r. None: anywhere.
         theorem: None for the smallest of all theorems that apply, or the name of one. "any mask" is
             the bound for every 0/1 mask that keeps the diagonal and has at most n ones in a row or
-            column (Theorem G, beyond its table C). "kim2021" is the published value.
+            column (Theorem G, beyond its table C, and F). "kim2021" is the published value.
 
     Returns:
         The gain as a float, rounded up: never below the truth.
@@ -81,6 +88,8 @@ def l2_gain(
         12.83
         >>> round(l2_gain(math.inf, is_causal=True, slope=0.25), 1)
         3.0
+        >>> round(l2_gain(math.inf, radius=0.5), 2)
+        1.46
     """
     n = check_tokens_count(n)
     check_norm(norm, NORMS[:3])
@@ -91,34 +100,60 @@ def l2_gain(
             "slope (ALiBi) must be 0, or at least 1e-30, finite and with is_causal=True, got "
             f"slope={slope}, is_causal={is_causal}"
         )
+    if radius is not None and not (isinstance(radius, (int, float)) and radius > 0):
+        raise ValueError(f"radius must be None or a number > 0, got {radius!r}")
     keys = float(n if window is None else min(n, window))
-    windowed = keys < n
+    question = _Question(keys, norm, is_causal, keys < n, slope, radius, theorem)
     if bias is None:
-        _check_theorem(_scalar_theorems(keys, norm, is_causal, windowed, slope), theorem, norm)
-        return _scalar_gain(keys, norm, is_causal, windowed, slope, theorem)
+        _check_theorem(_scalar_theorems(question), theorem, norm)
+        return _scalar_gain(*question)
     check_bias(bias, n)
     biases = logit_biases(bias, int(n), is_causal, keys, slope)
-    return max(_dense_gain(b, norm, theorem) for b in biases)
+    return max(_dense_gain(b, question) for b in biases)
+
+
+class _Question(NamedTuple):
+    """What is asked of a head without a dense bias; one row sees at most `keys` keys."""
+
+    keys: float
+    norm: str
+    is_causal: bool
+    windowed: bool
+    slope: float
+    radius: float | None
+    theorem: str | None
 
 
 Theorems = dict[str, Callable[[], float]]
 
 
-def _scalar_theorems(keys: float, norm: str, is_causal: bool, windowed: bool, slope: float) -> Theorems:
+def _scalar_theorems(ask: _Question) -> Theorems:
     """Lists the theorems that apply without a dense bias, each ready to be evaluated."""
+    keys, norm, is_causal, windowed, slope, radius, _ = ask
     if norm == "token":
-        return {"D": lambda: theorem_d(log_mass(keys, slope))}
-    if norm == "self":
-        return {"E": lambda: theorem_e(log_mass(keys, slope))}
-    theorems: Theorems = {
-        "G": lambda: tabulated_gain(keys, is_causal, slope),
-        "closed": lambda: closed_form(keys, is_causal, slope),
-    }
-    if not slope:
-        theorems["any mask"] = lambda: min(tabulated_any(keys - 1, keys - 1), theorem_c(keys))
-    if not (slope or windowed):
-        theorems["kim2021"] = lambda: kim2021(keys)
+        theorems: Theorems = {"D": lambda: theorem_d(log_mass(keys, slope))}
+    elif norm == "self":
+        theorems = {"E": lambda: theorem_e(log_mass(keys, slope))}
+    else:
+        theorems = {
+            "G": lambda: tabulated_gain(keys, is_causal, slope),
+            "closed": lambda: closed_form(keys, is_causal, slope),
+        }
+        if not slope:
+            theorems["any mask"] = lambda: _any_mask(keys, radius)
+        if not (slope or windowed):
+            theorems["kim2021"] = lambda: kim2021(keys)
+    if keys == math.inf and slope == 0:
+        theorems = dict.fromkeys(theorems, lambda: math.inf)
+    if radius is not None:
+        rows = Rows(norm, keys, "causal" if is_causal else "none", slope)
+        theorems["F"] = lambda: ball_gain(rows, radius)
     return theorems
+
+
+def _any_mask(keys: float, radius: float | None) -> float:
+    on_ball = math.inf if radius is None else ball_gain(Rows("l2", keys, "any"), radius)
+    return min(tabulated_any(keys - 1, keys - 1), theorem_c(keys), on_ball)
 
 
 def _check_theorem(theorems: Theorems, theorem: str | None, norm: str) -> None:
@@ -130,11 +165,9 @@ def _check_theorem(theorems: Theorems, theorem: str | None, norm: str) -> None:
         )
 
 
-def _scalar_gain(
-    keys: float, norm: str, is_causal: bool, windowed: bool, slope: float, theorem: str | None
-) -> float:
-    """The gain without a dense bias, a constant for torch.compile."""
-    return _cached_gain(keys, norm, is_causal, windowed, slope, theorem)
+def _scalar_gain(*ask: Any) -> float:
+    """The gain without a dense bias, a constant for torch.compile; the entries of a _Question."""
+    return _cached_gain(_Question(*ask))
 
 
 # What torch.compiler.assume_constant_result sets; calling that here would import the compiler.
@@ -142,22 +175,19 @@ _scalar_gain._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.lru_cache(maxsize=4096)
-def _cached_gain(
-    keys: float, norm: str, is_causal: bool, windowed: bool, slope: float, theorem: str | None
-) -> float:
-    """The gain without a dense bias; one row sees at most `keys` keys."""
-    if keys == 1:
+def _cached_gain(ask: _Question) -> float:
+    """The gain without a dense bias."""
+    if ask.keys == 1:
         return 1.0  # every token sees itself alone, P = I
-    if keys == math.inf and slope == 0:
-        return math.inf
-    theorems = _scalar_theorems(keys, norm, is_causal, windowed, slope)
-    if theorem is not None:
-        return theorems[theorem]()
+    theorems = _scalar_theorems(ask)
+    if ask.theorem is not None:
+        return theorems[ask.theorem]()
     return min(evaluate() for evaluate in theorems.values())
 
 
-def _dense_gain(b: Tensor, norm: str, theorem: str | None) -> float:
+def _dense_gain(b: Tensor, ask: _Question) -> float:
     """The gain for one (N, N) matrix of logit biases, own entries -inf."""
+    norm, theorem, radius = ask.norm, ask.theorem, ask.radius
     theorems: Theorems = {
         "l2": {
             "G": lambda: dense_theorem_g(b),
@@ -167,6 +197,8 @@ def _dense_gain(b: Tensor, norm: str, theorem: str | None) -> float:
         "token": {"D": lambda: dense_theorem_d(b)},
         "self": {"E": lambda: dense_theorem_e(b)},
     }[norm]
+    if radius is not None:
+        theorems["F"] = lambda: dense_ball_gain(b, norm, radius)
     _check_theorem(theorems, theorem, norm)
     if theorem is not None:
         return theorems[theorem]()
@@ -174,4 +206,5 @@ def _dense_gain(b: Tensor, norm: str, theorem: str | None) -> float:
     mask = structured_mask(b)
     if mask is None:
         return gain
-    return min(gain, _scalar_gain(float(b.shape[-1]), norm, mask == "causal", False, 0.0, None))
+    keys = float(b.shape[-1])
+    return min(gain, _scalar_gain(keys, norm, mask == "causal", False, 0.0, radius, None))

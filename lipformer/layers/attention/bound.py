@@ -17,6 +17,7 @@ from lipformer.certificate import Ask, Bound, register_bound
 from lipformer.certificate.linear_rules import linf_norm
 from lipformer.functional import l2_gain, row_spread, spectral_norm_bound
 from lipformer.functional.rounding import FLOOR, enlarge, running, running_dtype
+from lipformer.layers.attention.key_ball import ball_gains
 from lipformer.layers.attention.key_cache import KeyCache
 from lipformer.layers.attention.multihead import L2MultiheadAttention
 from lipformer.layers.branch import Call
@@ -133,7 +134,7 @@ def length(layer: L2MultiheadAttention, ask: Ask) -> float:
     n = ask.seq_len if ask.seq_len is not None else layer.max_len
     if n is not None:
         return n
-    if layer.window is None and layer.slopes is None:
+    if layer.window is None and layer.slopes is None and not _any_number(layer, ask):
         raise ask.refuse(
             "the gain of attention grows with the number of tokens, and none was given",
             "seq_len=N, or a layer with max_len=N, a window, or positions='alibi'",
@@ -141,8 +142,19 @@ def length(layer: L2MultiheadAttention, ask: Ask) -> float:
     return math.inf
 
 
-def head_gains(layer: L2MultiheadAttention, ask: Ask) -> tuple[float, ...]:
-    """The gain G_h of each head in the norm asked for (docs/theory, section 2)."""
+def _any_number(layer: L2MultiheadAttention, ask: Ask) -> bool:
+    """Whether key_radius gives a gain for any number of tokens: not under a mask in the l2 norm."""
+    return (
+        layer.bounds_keys
+        and (ask.norm in ("token", "self") or layer.causal is False)
+        and not (layer.any_mask and ask.norm == "l2")
+    )
+
+
+def head_gains(
+    layer: L2MultiheadAttention, ask: Ask, device: torch.device, growth: float = 1.0
+) -> Tensor:
+    """The gain G_h of each head in the norm asked for, times ``growth``, (H,) in float64."""
     n = length(layer, ask)
     if ask.norm == "self" and layer.causal is not True:
         raise ask.refuse(
@@ -153,21 +165,51 @@ def head_gains(layer: L2MultiheadAttention, ask: Ask) -> tuple[float, ...]:
     gains = tuple(
         l2_gain(n, norm=ask.norm, is_causal=causal, window=layer.window, slope=slope) for slope in slopes
     )
-    extra = []
+    keys = float(n if layer.window is None else min(n, layer.window))
+    extra, masks = [], []
     if layer.causal is None:
         extra.append(l2_gain(n, norm=ask.norm, is_causal=True))
+        masks.append("causal")
     if layer.any_mask and ask.norm == "l2":
         # Any 0/1 mask with so many ones in a row or column.
-        extra.append(l2_gain(n if layer.window is None else min(n, layer.window), theorem="any mask"))
-    return tuple(max([gain, *extra]) * _turning(layer, ask) for gain in gains)
+        extra.append(l2_gain(keys if keys == math.inf else int(keys), theorem="any mask"))
+        masks.append("any")
+    turning = _turning(layer, ask)
+    growth = growth * turning
+    gains = tuple(max([gain, *extra]) * growth for gain in gains)
+    log_radius = layer.log_radius()
+    if log_radius is None:
+        return layer.constants(gains, device)
+    heads = tuple(
+        (
+            tuple(
+                (ask.norm, keys, mask, slope or 0.0) for mask in ("causal" if causal else "none", *masks)
+            ),
+            gain,
+        )
+        for gain, slope in zip(gains, slopes, strict=True)
+    )
+    heads = heads[:1] if len(set(heads)) == 1 else heads
+    # Rounded keys may leave the ball by half an ulp, and again by turning them.
+    return ball_gains(log_radius, heads, growth, (1.0 + _running_eps(layer, ask)) * turning)
 
 
 def _turning(layer: L2MultiheadAttention, ask: Ask) -> float:
     """What turning by rotary positions and back adds: each cosine and sine is off by half an ulp."""
-    if layer.positions != "rotary":
-        return 1.0
+    return 1.0 if layer.positions != "rotary" else (1.0 + _running_eps(layer, ask) / 2.0) ** 2
+
+
+def _running_eps(layer: L2MultiheadAttention, ask: Ask) -> float:
+    """eps of the dtype that keys have."""
     stored = layer._stored()
-    return (1.0 + torch.finfo(stored.dtype if ask.in_forward else running_dtype(stored)).eps / 2.0) ** 2
+    return torch.finfo(stored.dtype if ask.in_forward else running_dtype(stored)).eps
+
+
+def _refuse_linf(layer: L2MultiheadAttention, ask: Ask) -> None:
+    if layer.bounds_keys:
+        raise ask.refuse(
+            "the projection of keys is no contraction in the linf norm", "norm='l2' or 'token'"
+        )
 
 
 def head_spreads(layer: L2MultiheadAttention, ask: Ask) -> tuple[float, ...]:
@@ -183,6 +225,8 @@ def theorem(layer: L2MultiheadAttention, norm: str) -> str:
     """Which theorem gives the gain."""
     if norm == "linf":
         return "Kim et al. 2021 (l_inf)" if layer.v_proj is not None else "Kim et al. 2021, lean form"
+    if layer.bounds_keys:
+        return "Theorem F"
     if norm == "token":
         return "Theorem D"
     if norm == "self":
@@ -207,6 +251,7 @@ def attention_bound(layer: L2MultiheadAttention, ask: Ask, head_scale: Tensor | 
         q, m = effective_weights(layer, head_scale, cast=not ask.in_forward)
     value: Tensor
     if ask.norm == "linf":
+        _refuse_linf(layer, ask)
         if layer.positions == "rotary":
             raise ask.refuse("rotations are no isometries in the linf norm", "norm='l2' or 'token'")
         spreads = layer.constants(head_spreads(layer, ask), q.device)
@@ -215,7 +260,13 @@ def attention_bound(layer: L2MultiheadAttention, ask: Ask, head_scale: Tensor | 
             # The published bound is the larger one, up to the rounding of the weights that run.
             value = torch.maximum(value, _linf(layer, q, m, spreads))
     else:
-        gains = layer.constants(head_gains(layer, ask), q.device)
+        gains = head_gains(layer, ask, q.device)
+        if layer.bounds_keys and ask.readable(gains) and bool(gains.isinf().any()):
+            raise ask.refuse(
+                "its radii sqrt(t) R are too large for a gain at any number of tokens: "
+                f"log_key_radius={layer.log_key_radius}, log_temperature={layer.log_temperature}",
+                "seq_len=N, a layer with max_len=N, or a smaller key_radius",
+            )
         smallest = token_bound_minimum if ask.norm == "token" else joint_bound_minimum
         value = smallest(q, m, gains)
         if head_scale is not None:
@@ -340,6 +391,7 @@ def contractive_head_bounds(
     matrices = len({"heads" if ask.norm == "token" else "q" for ask in asks if ask.norm != "linf"})
     for ask in asks:
         if ask.norm == "linf":
+            _refuse_linf(layer, ask)
             q, m = _by_heads(layer, _divided_by(layer)), layer.output_matrix()
             spreads = layer.constants(head_spreads(layer, ask), q.device)
             bound = _linf(layer, q, m, spreads, growth).expand(layer.num_heads)
@@ -353,8 +405,7 @@ def contractive_head_bounds(
         left = norms[0].square().sum().sqrt() if ask.norm == "token" else norms[matrices - 1]
         right = norms[matrices] if layer.v_proj is None else norms[matrices] + _folding_error(layer)
         # The factor covers the rounding of these products, and of a float64 product that formed m.
-        gains = tuple(gain * (1.0 + 4e-12) * growth for gain in head_gains(layer, ask))
-        heads = layer.constants(gains, left.device)
+        heads = head_gains(layer, ask, left.device, (1.0 + 4e-12) * growth)
         lost = _lost(heads.amax() * layer.root().amax() * least, heads * right) if lossy else None
         divisors.append(Divisor(left * right * heads, lost))
     return divisors
@@ -385,6 +436,8 @@ def bake_attention(
     root = layer.root()
     key = linear_of(layer.key_weight(root), layer.key_bias(root))
     out = linear_of(layer.read_out_weight(root, head_scale), layer.read_out_bias(head_scale))
+    if layer.bounds_keys:
+        layer.baked_curb, layer.log_key_radius = layer.curb(), None
     if layer._balance is None:
         layer._balance = tuple(root.flatten().tolist())
     del layer.log_temperature

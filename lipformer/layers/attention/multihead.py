@@ -17,6 +17,7 @@ from lipformer.functional.attention.checks import check_window
 from lipformer.functional.rounding import without_subnormals
 from lipformer.layers import layout
 from lipformer.layers.attention import masks
+from lipformer.layers.attention.key_ball import bounded
 from lipformer.layers.attention.key_cache import KeyCache, extend
 from lipformer.layers.attention.positions import default_slopes, exact_slopes, rotary_angles, rotate
 from lipformer.layers.constants import Constants
@@ -38,6 +39,7 @@ def check_arguments(
     positions: str | None,
     max_len: int | None,
     slopes: Sequence[float] | None,
+    smooth_radius: bool,
 ) -> None:
     """Raises ValueError for arguments that do not fit together."""
     for name, number in (("embed_dim", embed_dim), ("num_heads", num_heads)):
@@ -50,7 +52,8 @@ def check_arguments(
         )
     if not 0.0 <= dropout < 1.0:
         raise ValueError(f"dropout must be in [0, 1), got {dropout!r}")
-    for name, flag in (("batch_first", batch_first), ("any_mask", any_mask)):
+    flags = {"batch_first": batch_first, "any_mask": any_mask, "smooth_radius": smooth_radius}
+    for name, flag in flags.items():
         if not isinstance(flag, bool):
             raise ValueError(f"{name} must be True or False, got {flag!r}")
     if causal is not None and not isinstance(causal, bool):
@@ -74,7 +77,7 @@ def check_arguments(
 # What a layer may be told later, and check_arguments then checks again; the first two stay.
 _SETTINGS = (
     "embed_dim", "num_heads", "dropout", "batch_first", "causal", "any_mask", "window", "positions",
-    "max_len", "slopes",
+    "max_len", "smooth_radius", "slopes",
 )  # fmt: skip
 
 
@@ -82,16 +85,18 @@ class Keys(NamedTuple):
     """The keys of a pass and what made them.
 
     Attributes:
-        y: scaled keys sqrt(2 t) x W (B, H, N, d), with rotary positions rotated.
+        y: scaled keys sqrt(2 t) x W (B, H, N, d), bounded by key_radius, with rotary positions rotated.
         weight: their weight (H d, D), sqrt(2 t) times that of q_proj.
         angles: of the rotations, or None.
         root: sqrt(2 t_h), (H, 1, 1).
+        free: with key_radius the scaled keys before it (B, N, H, d), else None.
     """
 
     y: Tensor
     weight: Tensor
     angles: tuple[Tensor, Tensor] | None
     root: Tensor
+    free: Tensor | None
 
 
 def _refuse(reason: str, instead: str) -> Exception:
@@ -123,12 +128,17 @@ class L2MultiheadAttention(Layer):
     two matrices instead of four, :math:`M_h` being a block of out_proj, and a learned temperature per
     head, which costs nothing in the certificate.
 
+    With ``key_radius`` each :math:`y_h = x W_h + b_h` is projected on a ball of learned radius
+    :math:`R_h`, as query, key and value alike. The gain of the head is then that of a ball of radius
+    :math:`r_h = \sqrt{t_h} R_h` (Theorem F), much smaller for :math:`r_h \le 1`, and without a mask for
+    any number of tokens. Temperature and radius then count in the certificate, with gradients.
+
     Args:
         embed_dim: D, the width of the tokens.
         num_heads: H; D must be a multiple of it.
         dropout: probability of dropping an attention weight in training.
         bias: learned bias of the output. (One of the query-key projection would move all keys
-            together and change nothing, so there is none except with rotary positions.)
+            together and change nothing, so there is none except with rotary positions or key_radius.)
         batch_first: input (B, N, D) rather than (N, B, D).
         value_proj: the paper's form (True) or the lean form (False, the default).
         causal: True always masks, False never does, None leaves it to each call.
@@ -138,6 +148,8 @@ class L2MultiheadAttention(Layer):
         positions: None, "alibi" (needs causal=True) or "rotary".
         max_len: the largest number of tokens, which then need not be told to certify.
         proj_coeff: if given, all projections have spectral norm at most this.
+        key_radius: initial R of each head's ball, such as :math:`\sqrt d`, or None for no balls.
+        smooth_radius: :math:`y/\sqrt{1 + \|y\|^2/R^2}` in place of the projection, for densities.
         slopes: ALiBi slopes, one per head; default 1/2 to 1/16.
         device: of the parameters.
         dtype: of the parameters.
@@ -155,6 +167,7 @@ class L2MultiheadAttention(Layer):
     _qkv_same_embed_dim = False
     in_proj_bias = None
     in_proj_weight = _NoFastPath()
+    baked_curb: Tensor | None
 
     def __init__(
         self,
@@ -171,6 +184,8 @@ class L2MultiheadAttention(Layer):
         positions: str | None = None,
         max_len: int | None = None,
         proj_coeff: float | None = None,
+        key_radius: float | None = None,
+        smooth_radius: bool = False,
         slopes: Sequence[float] | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -187,7 +202,10 @@ class L2MultiheadAttention(Layer):
             positions=positions,
             max_len=max_len,
             slopes=slopes,
+            smooth_radius=smooth_radius,
         )
+        if key_radius is not None and not 0.0 < key_radius < math.inf:
+            raise ValueError(f"key_radius must be None or positive and finite, got {key_radius!r}")
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.dropout = dropout
@@ -197,6 +215,8 @@ class L2MultiheadAttention(Layer):
         self.window = window
         self.positions = positions
         self.max_len = max_len
+        self.smooth_radius = smooth_radius
+        self._first_radius = key_radius
 
         place: dict[str, Any] = {"device": device, "dtype": dtype}
 
@@ -207,10 +227,14 @@ class L2MultiheadAttention(Layer):
                 embed_dim, embed_dim, with_bias, coeff=proj_coeff, mode="normalize", **place
             )
 
-        self.q_proj = linear(bias and positions == "rotary")
+        self.q_proj = linear(bias and (positions == "rotary" or key_radius is not None))
         self.v_proj = linear(False) if value_proj else None
         self.out_proj = linear(bias)
         self.log_temperature = None if value_proj else nn.Parameter(torch.empty(num_heads, **place))
+        self.log_key_radius = (
+            None if key_radius is None else nn.Parameter(torch.empty(num_heads, **place))
+        )
+        self.register_buffer("baked_curb", None)
         self._balance: tuple[float, ...] | None = None
         self.constants = Constants()
         if positions == "alibi":
@@ -245,6 +269,11 @@ class L2MultiheadAttention(Layer):
     def proj_coeff(self) -> float | None:
         """The bound of the projections' norms, or None."""
         return self.q_proj.coeff if isinstance(self.q_proj, SpectralLinear) else None
+
+    @property
+    def bounds_keys(self) -> bool:
+        """Whether it has a key_radius."""
+        return self.log_key_radius is not None or self.baked_curb is not None
 
     def check_projections(self, refuse: Refuse = _refuse) -> None:
         """Raises for projections that are more than the weight and bias that the layer reads of them."""
@@ -282,6 +311,9 @@ class L2MultiheadAttention(Layer):
             if self.log_temperature is not None:
                 spread = torch.linspace(-1.5, 1.5, self.num_heads) if self.num_heads > 1 else 0.0
                 self.log_temperature.copy_(torch.as_tensor(spread) - math.log(self.head_dim))
+            if self.log_key_radius is not None:
+                assert self._first_radius is not None
+                self.log_key_radius.fill_(math.log(self._first_radius))
 
     @property
     def temperature(self) -> float | Tensor:
@@ -441,11 +473,35 @@ class L2MultiheadAttention(Layer):
 
         It is folded into the weights, so that it costs nothing per token, and each is rounded once.
         """
-        wide = torch.promote_types(self._stored().dtype, torch.float32)
-        if self.log_temperature is not None:
-            return (0.5 * (self.log_temperature.to(wide) + math.log(2.0))).exp()[:, None, None]
+        log_root = self._log_root()
+        if isinstance(log_root, Tensor):
+            return log_root.exp()[:, None, None]
         root = math.sqrt(2.0 * self.head_dim**-0.5)
-        return self._stored().new_full((self.num_heads, 1, 1), root, dtype=wide)
+        return self._stored().new_full((self.num_heads, 1, 1), root, dtype=self._wide())
+
+    def _wide(self) -> torch.dtype:
+        return torch.promote_types(self._stored().dtype, torch.float32)
+
+    def _log_root(self) -> Tensor | float:
+        """ln sqrt(2 t_h), (H,) if it is learned."""
+        if self.log_temperature is None:
+            return 0.5 * math.log(2.0 * self.head_dim**-0.5)
+        return 0.5 * (self.log_temperature.to(self._wide()) + math.log(2.0))
+
+    def log_radius(self) -> Tensor | None:
+        """ln of the radius sqrt(2 t_h) R_h of scaled keys, (H,) in at least float32, or None."""
+        if self.baked_curb is not None:
+            return -0.5 * self.baked_curb.to(self._wide()).log().squeeze(-1)
+        if self.log_key_radius is None:
+            return None
+        return self.log_key_radius.to(self._wide()) + self._log_root()
+
+    def curb(self) -> Tensor | None:
+        """1 over the squared radius of scaled keys (H, 1), in at least float32, or None."""
+        if self.baked_curb is not None:
+            return self.baked_curb.to(self._wide())
+        log_radius = self.log_radius()
+        return None if log_radius is None else (-2.0 * log_radius).clamp(-68.0, 68.0).exp()[:, None]
 
     def key_weight(self, root: Tensor) -> Tensor:
         """What maps tokens to scaled keys, (H d, D) in the layer's dtype; ``root`` as from root()."""
@@ -480,15 +536,18 @@ class L2MultiheadAttention(Layer):
         return (bias.to(wide) * head_scale.mean()).to(bias.dtype)
 
     def _keys(self, x: Tensor, offset: int) -> Keys:
-        """Scaled keys sqrt(2 t) x W, rotated by rotary positions."""
+        """Scaled keys sqrt(2 t) x W, inside their ball, rotated by rotary positions."""
         root = self.root()
-        weight = self.key_weight(root)
-        y = F.linear(x, weight, self.key_bias(root))
-        y = rearrange(y, "b n (h d) -> b h n d", h=self.num_heads)
+        weight, curb = self.key_weight(root), self.curb()
+        y = F.linear(x, weight, self.key_bias(root)).unflatten(-1, (self.num_heads, -1))
+        free = None
+        if curb is not None:
+            free, y = y, bounded(y, curb, self.smooth_radius)
+        y = y.transpose(1, 2)
         if self.positions != "rotary":
-            return Keys(y, weight, None, root)
+            return Keys(y, weight, None, root, free)
         angles = rotary_angles(x.shape[1], self.head_dim, offset, x.device)
-        return Keys(rotate(y, *angles), weight, angles, root)
+        return Keys(rotate(y, *angles), weight, angles, root, free)
 
     def _attend(self, y: Tensor, mask: masks.Mask, padding: Tensor | None) -> Tensor:
         return l2_attention(
@@ -533,6 +592,8 @@ class L2MultiheadAttention(Layer):
         for name in ("window", "positions", "max_len", "proj_coeff"):
             if getattr(self, name) is not None:
                 parts.append(f"{name}={getattr(self, name)!r}")
+        if self.bounds_keys:
+            parts.append("smooth key_radius" if self.smooth_radius else "key_radius")
         if self.dropout:
             parts.append(f"dropout={self.dropout}")
         return ", ".join(parts)

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from lipformer.layers.attention.key_ball import push_bounded
 from lipformer.layers.attention.multihead import L2MultiheadAttention
 from lipformer.layers.attention.positions import rotate
 from lipformer.layers.branch import Call
@@ -114,7 +114,9 @@ def push_attention(
 ) -> tuple[Tensor, Tensor]:
     r"""Causal attention and its own-token blocks times tangents.
 
-    .. math:: J_{ii} = \sum_h s_h M_h^\top R_i^\top (P_{ii} I + 2 t C_i) R_i W_h^\top
+    .. math:: J_{ii} = \sum_h s_h M_h^\top R_i^\top (P_{ii} I + 2 t C_i) R_i B_i W_h^\top
+
+    with :math:`B_i` the derivative of the projection on the ball, if the layer has a key_radius.
 
     Args:
         layer: causal, batch first.
@@ -130,8 +132,11 @@ def push_attention(
     rows = own_rows(keys.y, window=layer.window, slopes=layer._slopes(keys.y), padding=padding)
     out = layer._output(rows.heads.to(x.dtype), keys, call.head_scale)
     # The linear part of _keys; that of _output is what it does without a bias.
-    moved = F.linear(tangents, keys.weight)
-    moved = rearrange(moved, "r b n (h d) -> r b h n d", h=layer.num_heads)
+    moved = F.linear(tangents, keys.weight).unflatten(-1, (layer.num_heads, -1))
+    curb = layer.curb()
+    if keys.free is not None and curb is not None:
+        moved = push_bounded(keys.free, curb, layer.smooth_radius, moved)
+    moved = moved.transpose(2, 3)
     if keys.angles is not None:
         moved = rotate(moved, *keys.angles)
     bent = torch.einsum("bhnde,rbhne->rbhnd", rows.covariance, moved.to(rows.covariance.dtype))
