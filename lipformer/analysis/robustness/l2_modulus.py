@@ -64,7 +64,7 @@ def l2_modulus(layer: L2MultiheadAttention, x: Tensor, head_scale: Tensor | None
     # Rotary angles are rounded, so that turning is an isometry up to that.
     turned = 1.0 + torch.finfo(layer._stored().dtype).eps if layer.positions == "rotary" else 1.0
     lengths = norm_bound(key) * (turned * ROUND_UP)
-    gains = layer.constants(head_gains(layer, ask), x.device)
+    gains = head_gains(layer, ask, x.device)
     terms = head_terms(z, position_bias(layer, n, x.device))
     slope = jacobian_bound(terms)
     q, m = effective_weights(layer, head_scale)
