@@ -98,7 +98,7 @@ def moments(z: Tensor, r: float) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor
     return weight, beta, delta, lam, tau
 
 
-@pytest.mark.parametrize("r", [0.3, 1.0, 2.0])
+@pytest.mark.parametrize("r", [0.3, 1.5])
 def test_no_attack_passes_the_second_moment(r: float) -> None:
     """E[beta^2 t] <= lambda tau for any weights and places in the ball; it is tight."""
 
@@ -114,7 +114,7 @@ def test_no_attack_passes_the_second_moment(r: float) -> None:
     assert wrong.max() > 1.01
 
 
-@pytest.mark.parametrize("y", [0.0, 0.5, 2.0])
+@pytest.mark.parametrize("y", [0.0, 0.8])
 def test_no_attack_passes_the_row_factor(y: float) -> None:
     """E[v' Omega^-1 v] <= 1 + lambda (4 tau - 4 - y)/(1 + y tau), and Theta is above it."""
     for r in (0.4, 1.0, 1.6):
@@ -145,7 +145,7 @@ def column_sums(z: Tensor, b: Tensor, y: float) -> Tensor:
     return (p.sum(-2) + y * along).amax(-1)
 
 
-@pytest.mark.parametrize("y", [0.0, 0.6, 2.0])
+@pytest.mark.parametrize("y", [0.0, 1.2])
 def test_no_attack_passes_the_column_sums(y: float) -> None:
     n, d, number = 12, 3, torch.tensor([[y]]).double()
     largest: dict[str, float] = {}
@@ -242,7 +242,7 @@ def cluster_gain(z: Tensor, size: Tensor) -> float:
     return l2_norm(blocks * weight[..., None, None]).item()
 
 
-@pytest.mark.parametrize("r", [0.3, 0.7, 1.0, 1.5])
+@pytest.mark.parametrize("r", [0.7, 1.5])
 def test_clusters_of_up_to_a_million_tokens(r: float) -> None:
     bound, largest = l2_gain(math.inf, radius=r), 0.0
     for _ in range(300):

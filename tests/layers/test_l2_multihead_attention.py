@@ -119,6 +119,7 @@ class TestKeyRadius(AttentionBattery):
     norms = ("l2", "token")
     variants = ("plain", "padded", "causal", "padded causal", "hidden", "lowered")
     attacked = (("l2", "plain"), ("token", "plain"), ("l2", "hidden"))
+    test_compile = slow_compile
 
 
 class TestSmoothKeyRadius(AttentionBattery):
@@ -128,15 +129,6 @@ class TestSmoothKeyRadius(AttentionBattery):
     }  # fmt: skip
     norms = ("l2", "token", "self")
     attacked = (("l2", "plain"), ("self", "plain"))
-
-
-class TestKeyRadiusRotary(AttentionBattery):
-    options: ClassVar[dict[str, Any]] = {
-        "key_radius": 1.5, "value_proj": True, "causal": True, "positions": "rotary", "max_len": 8,
-    }  # fmt: skip
-    norms = ("l2", "token", "self")
-    attacked = (("self", "padded"),)
-    test_compile = slow_compile
 
 
 @pytest.mark.parametrize("seed", range(3))
