@@ -21,6 +21,7 @@ class FeedForward(nn.Sequential, Layer):
         activation: default MaxMin, of constant 1.
         dropout: dropout after the activation, in training.
         bias: learned biases.
+        mode: of the two SpectralLinear: "normalize", "orthogonal" or "cap".
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class FeedForward(nn.Sequential, Layer):
         activation: nn.Module | None = None,
         dropout: float = 0.0,
         bias: bool = True,
+        mode: str = "normalize",
     ) -> None:
         if activation is None and hidden % 2:
             raise ValueError(f"hidden must be even for MaxMin, got {hidden}")
@@ -40,8 +42,8 @@ class FeedForward(nn.Sequential, Layer):
         if coeff is None:
             up, down = nn.Linear(dim, hidden, bias), nn.Linear(hidden, dim, bias)
         else:
-            up = SpectralLinear(dim, hidden, bias, coeff=1.0, mode="normalize")
-            down = SpectralLinear(hidden, dim, bias, coeff=coeff, mode="normalize")
+            up = SpectralLinear(dim, hidden, bias, coeff=1.0, mode=mode)
+            down = SpectralLinear(hidden, dim, bias, coeff=coeff, mode=mode)
         layers = OrderedDict(up=up, activation=MaxMin() if activation is None else activation)
         if dropout > 0.0:
             layers["dropout"] = nn.Dropout(dropout)

@@ -11,6 +11,7 @@ from torch import nn
 
 from lipformer.functional import spectral_norm_bound
 from lipformer.functional.spectral.bound import spectral_norm_bounds
+from lipformer.functional.spectral.orthogonal import orthogonalised_all
 from lipformer.layers.contractive import Contractive
 from lipformer.layers.freezing import Freezable
 from lipformer.layers.layer import Layer
@@ -46,7 +47,10 @@ class OnePass(Layer):
         parts: list[Freezable] = []
         try:
             # Bounded weights first: what is divided by norms may hold them.
-            bounded = [(b, chain.original) for b, chain in self._bounded if _ready(b, chain)]
+            ready = [(b, chain.original) for b, chain in self._bounded if _ready(b, chain)]
+            raw = [weight for _, weight in ready]
+            drawn = iter(orthogonalised_all([w for b, w in ready if b.mode == "orthogonal"]))
+            bounded = [(b, next(drawn) if b.mode == "orthogonal" else w) for b, w in ready]
             norms = spectral_norm_bounds([weight for _, weight in bounded])
             alike: dict[object, list[int]] = {}
             for i, (bound, weight) in enumerate(bounded):
@@ -58,7 +62,7 @@ class OnePass(Layer):
                 )
                 for i, factor in zip(group, factors.unbind(), strict=True):
                     bound, weight = bounded[i]
-                    bound.freeze(bound.scaled(weight, factor), (weight,))
+                    bound.freeze(bound.scaled(weight, factor), (raw[i],))
                     parts.append(bound)
             needed = [(c, c.matrices()) for c in self._contractive if _ready(c, c)]
             norms = spectral_norm_bounds([matrix for _, matrices in needed for matrix in matrices])

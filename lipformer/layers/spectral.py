@@ -16,10 +16,11 @@ from lipformer.certificate import conv_bound
 from lipformer.certificate.linear_rules import coefficients, repeats_pixels
 from lipformer.functional import spectral_norm_bound
 from lipformer.functional.rounding import subnormal, without_subnormals
+from lipformer.functional.spectral.orthogonal import orthogonalised
 from lipformer.layers.freezing import Freezable
 from lipformer.layers.layer import Layer, plain_linear, register_bake
 
-MODES = ("cap", "normalize")
+MODES = ("cap", "normalize", "orthogonal")
 
 
 def rounding_margin(weight: Tensor) -> tuple[float, float]:
@@ -50,12 +51,14 @@ class SpectralBound(Freezable):
     r"""Parametrization :math:`W \mapsto s W` with :math:`\|sW\| \le c`.
 
     :math:`s = c/\mu` ("normalize") or :math:`\min(1, c/\mu)` ("cap"), with :math:`\mu \ge \|W\|` by
-    :func:`lipformer.functional.spectral_norm_bound`, through which gradients flow. There is no state:
-    the constant holds after an optimiser step, in eval, after load_state_dict, in copies and averages.
+    :func:`lipformer.functional.spectral_norm_bound`, through which gradients flow. "orthogonal" is
+    "normalize" of a matrix whose singular values were drawn together before, by
+    :func:`lipformer.functional.spectral.orthogonal.orthogonalised`. There is no state: the constant
+    holds after an optimiser step, in eval, after load_state_dict, in copies and averages.
 
     Args:
         coeff: :math:`c > 0`.
-        mode: "cap" or "normalize".
+        mode: "cap", "normalize" or "orthogonal".
         measure: upper bound of the weight's norm as a linear map, the spectral norm by default.
     """
 
@@ -86,9 +89,12 @@ class SpectralBound(Freezable):
                 "torch.nn.utils.parametrize.cached() keeps a bounded weight although the raw one may "
                 "change, and its bound with it; use lipformer.frozen(module), inside which weights stay"
             )
-        return self.derived(
-            lambda: self.scaled(weight, self.factor(self.measure(weight), weight)), (weight,)
-        )
+        return self.derived(lambda: self._bounded(weight), (weight,))
+
+    def _bounded(self, weight: Tensor) -> Tensor:
+        if self.mode == "orthogonal":
+            weight = orthogonalised(weight)
+        return self.scaled(weight, self.factor(self.measure(weight), weight))
 
     def factor(self, bound: Tensor, weight: Tensor) -> Tensor:
         """s (*,) for weights like ``weight``, in shape and dtype, of norms at most ``bound`` (*,)."""
@@ -148,7 +154,8 @@ def spectral_bound(
             matrix of that name.
         name: the weight's name.
         coeff: largest norm allowed.
-        mode: "cap" (shrink only when above) or "normalize" (always at coeff).
+        mode: "cap" (shrink only when above), "normalize" (always at coeff) or "orthogonal" (the same,
+            and all singular values of a matrix are drawn to coeff: nothing is shrunk more than it must).
 
     Returns:
         The module itself.
@@ -174,6 +181,8 @@ def spectral_bound(
             f"{name} must be a matrix or the kernel of Conv1d or Conv2d, got shape "
             f"{tuple(weight.shape)} in {type(module).__name__}"
         )
+    if mode == "orthogonal" and weight.ndim != 2:
+        raise ValueError(f"mode='orthogonal' needs a matrix, got shape {tuple(weight.shape)}")
     parametrize.register_parametrization(module, name, SpectralBound(coeff, mode, measure))
     return module
 
@@ -189,7 +198,8 @@ class SpectralLinear(nn.Linear, Layer):
         out_features: width of the output.
         bias: add a learned bias.
         coeff: :math:`c`.
-        mode: "cap" (shrink only when above) or "normalize" (always at c).
+        mode: "cap" (shrink only when above), "normalize" (always at c) or "orthogonal" (all singular
+            values near c).
         device: as in nn.Linear.
         dtype: as in nn.Linear.
     """

@@ -16,7 +16,7 @@ VARIANT_OPTIONS: dict[str, dict[str, Any]] = {
     "l2": {"norm_place": "pre", "token_shift": True, "value_proj": False, "key_radius": None},
     "contractive": {
         "token_shift": True,
-        "norm_place": "post",
+        "norm_place": "pre",
         "value_proj": False,
         "key_radius": None,
         "coeff": 1.0,

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
 from lipformer.layers import FeedForward, L2MultiheadAttention, Residual, SpectralLinear, TokenShift
 from lipformer.layers.scaled import Scaled
 from lipformer.models.config import LanguageModelConfig
+
+RAW_SIZE = 4.0
+"""Initial norm of weights that are divided by their norms.
+
+The first functions do not depend on it. But AdamW moves every entry by the learning rate, so that
+weights of norm 1 turn by more than a tenth in a step, and their largest singular value outgrows the
+others, which division then makes small: after 300 steps the contractive model has 1.463 nats with 4,
+1.506 with 1.
+"""
 
 
 def in_attention(config: LanguageModelConfig) -> str | None:
@@ -21,7 +32,8 @@ def tied_attention(config: LanguageModelConfig, *, orthogonal: bool) -> L2Multih
     Args:
         config: the model's.
         orthogonal: orthogonal initial weights, for layers that are divided by their norms: a random
-            matrix divided by its norm has a typical gain of 1/2, an orthogonal one of 1.
+            matrix divided by its norm has a typical gain of 1/2, an orthogonal one of 1. In the lean
+            form of the size RAW_SIZE, the same function for it.
     """
     layer = L2MultiheadAttention(
         config.dim,
@@ -38,9 +50,20 @@ def tied_attention(config: LanguageModelConfig, *, orthogonal: bool) -> L2Multih
     )
     if orthogonal:
         nn.init.orthogonal_(layer.q_proj.weight)
-        nn.init.orthogonal_(layer.out_proj.weight)
+        nn.init.orthogonal_(layer.out_proj.weight, RAW_SIZE)
+        enlarge_keys(layer)
     scale_queries(layer.q_proj.weight, config)
     return layer
+
+
+@torch.no_grad()
+def enlarge_keys(layer: L2MultiheadAttention) -> None:
+    """RAW_SIZE times the weight of the keys and their radius, at temperatures that make up for it."""
+    if layer.log_temperature is not None:
+        layer.q_proj.weight.mul_(RAW_SIZE)
+        layer.log_temperature.sub_(2.0 * math.log(RAW_SIZE))
+        if layer.log_key_radius is not None:
+            layer.log_key_radius.add_(math.log(RAW_SIZE))
 
 
 def shifted(config: LanguageModelConfig, attention: nn.Module) -> nn.Module:
@@ -59,23 +82,11 @@ def plain_feed_forward(config: LanguageModelConfig) -> FeedForward:
     return FeedForward(config.dim, _hidden(config), None, activation=nn.GELU(), dropout=config.dropout)
 
 
-def orthogonal_feed_forward(config: LanguageModelConfig) -> FeedForward:
-    """MaxMin between two plain linear layers with orthogonal weights, to be divided by its bound.
-
-    MaxMin is positively homogeneous: dividing at the end or each weight on its own is the same but for
-    the biases, and the bound of each weight is then computed once per forward pass.
-    """
-    layer = FeedForward(config.dim, _hidden(config), None, dropout=config.dropout)
-    for part in layer:
-        if isinstance(part, nn.Linear):
-            nn.init.orthogonal_(part.weight)
-            nn.init.zeros_(part.bias)
-    return layer
-
-
 def bounded_feed_forward(config: LanguageModelConfig) -> FeedForward:
-    """MaxMin between two spectrally normalised layers, of constant coeff."""
-    return FeedForward(config.dim, _hidden(config), config.coeff, dropout=config.dropout)
+    """MaxMin between two layers of orthogonal weights, of constant coeff."""
+    return FeedForward(
+        config.dim, _hidden(config), config.coeff, dropout=config.dropout, mode="orthogonal"
+    )
 
 
 def _hidden(config: LanguageModelConfig) -> int:

@@ -88,7 +88,7 @@ def _build_invertible(config: LanguageModelConfig) -> Body:
         else:
             blocks.append(InvertibleResidual(attention, config.coeff, norm=config.norm))
         blocks.append(ActNorm(config.dim))
-        feed_forward = parts.orthogonal_feed_forward(config)
+        feed_forward = parts.bounded_feed_forward(config)
         norm = "l2" if causal else config.norm
         blocks += [InvertibleResidual(feed_forward, config.coeff, norm=norm), ActNorm(config.dim)]
     return Body(nn.Sequential(*blocks), parts.readout(config))

@@ -24,6 +24,8 @@ class VisionTransformerConfig(ModelConfig):
         hidden: width inside the feed-forward part, even; default 2 D.
         attention_weight: a in the convex residual (1 - a) x + a attention(x).
         feed_forward_weight: likewise around the feed-forward part; 1 leaves the residual out.
+        feed_forward_mode: "normalize" (its two maps are divided by their norms) or "orthogonal" (their
+            singular values are drawn together, too, so that they shrink nothing).
         pooling: "flatten" (the head sees all tokens) or "mean" (their mean, of constant
             :math:`1/\\sqrt N`).
         readout: width of one more layer of norm 1, with MaxMin, between pooling and head; even.
@@ -50,6 +52,7 @@ class VisionTransformerConfig(ModelConfig):
     hidden: int | None = None
     attention_weight: float = 0.1
     feed_forward_weight: float = 0.5
+    feed_forward_mode: str = "normalize"
     pooling: str = "flatten"
     readout: int | None = None
     position_std: float = 0.1
@@ -62,6 +65,7 @@ class VisionTransformerConfig(ModelConfig):
     def __post_init__(self) -> None:
         self.check_choice("variant", "dot_product", "l2")
         self.check_choice("pooling", "flatten", "mean")
+        self.check_choice("feed_forward_mode", "normalize", "orthogonal")
         dot_product = self.variant == "dot_product"
         own = {"radius": 4.0, "logit_coeff": 1.0} if dot_product else {"key_radius": None}
         self.check_foreign(self.variant, own, "radius", "logit_coeff", "key_radius")

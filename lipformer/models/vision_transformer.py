@@ -230,7 +230,7 @@ def _steps(config: VisionTransformerConfig) -> OrderedDict[str, nn.Module]:
             # LoFAST bounds their sum at once.
             steps[f"ball_{i}"] = BallProjection(config.radius)
         steps[f"attention_{i}"] = _residual(_attention(config), config.attention_weight)
-        feed_forward = FeedForward(config.dim, config.hidden)
+        feed_forward = FeedForward(config.dim, config.hidden, mode=config.feed_forward_mode)
         steps[f"feed_forward_{i}"] = _residual(feed_forward, config.feed_forward_weight)
     features = config.dim
     if config.pooling == "mean":

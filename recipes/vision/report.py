@@ -142,7 +142,10 @@ class Report(RunReport):
         how = "LoFAST around each image"
         if model.config.variant == "l2":
             bound = lf.certify(model.body[:-1]).bound
-            how = f"one constant, {bound:.4g} from image to the head's input"
+            how = (
+                f"one constant for all images, {bound:.4g} from image to the head's input, or Theorem L "
+                "around each where it is better"
+            )
         return (
             f"# {data.name}: a certified Vision Transformer ({model.config.variant})\n\n"
             f"    {self.command}\n\n"

@@ -109,6 +109,7 @@ RESIDUAL = new(lf.Residual, attention(causal=True, positions="alibi", value_proj
 VISION = {
     "l2": vision("l2", num_layers=1),
     "l2 pooled": vision("l2", num_layers=1, pooling="mean", readout=4, mean=(0.5,), std=(0.2,)),
+    "l2 orthogonal": vision("l2", num_layers=1, feed_forward_mode="orthogonal"),
     "dot_product": vision("dot_product", num_layers=1, radius=2.0),
 }
 MODELS = by_name(
