@@ -15,7 +15,7 @@ BUDGET = {
     "l2": 847,
     "contractive": 1118,
     "contractive_kim2021": 1430,
-    "invertible": 1432,
+    "invertible": 1533,
     "lipschitz": 1612,
 }
 
