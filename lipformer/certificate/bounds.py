@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lipformer.certificate.certificate import Certificate, NotCertifiable
+from lipformer.certificate.paths import Passage, Path, behind, in_turn, scaled, total
 from lipformer.certificate.rules import Rules, kind_of
 from lipformer.functional import spectral_norm_bound
 from lipformer.functional.norms import check_norm
@@ -38,6 +39,8 @@ class Bound:
         tokens: the most tokens that the output has: KEPT (the default: as the parts do, one after
             another), a number, or None if that is not known.
         dims: the output's number of dimensions, likewise; not needed unless tokens change.
+        passage: what the module makes of the paths to its input, where more is known than the bound;
+            for :attr:`Ask.follows` alone.
     """
 
     value: float | Tensor
@@ -47,6 +50,7 @@ class Bound:
     kind: str = ""
     tokens: Count = KEPT
     dims: Count = KEPT
+    passage: Passage | None = None
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,7 @@ class Ask:
             is computed once for all norms; None to remember nothing.
         alone: the bound is to hold for each sample by itself, the first dimension being samples.
         dims: with ``alone``, the number of dimensions of the input, or None if it is not known.
+        padded: whether a mask may say that tokens are padded.
     """
 
     norm: str
@@ -74,6 +79,12 @@ class Ask:
     known: list[tuple[Tensor, Tensor]] | None = None
     alone: bool = False
     dims: int | None = None
+    padded: bool = True
+
+    @property
+    def follows(self) -> bool:
+        """Whether paths are followed (docs/theory, section 4): in the l2 norm, not in forward passes."""
+        return self.norm == "l2" and not self.in_forward and not tracing()
 
     def spectral_norm(self, weight: Tensor) -> Tensor:
         """An upper bound of the spectral norm of ``weight`` (m, n), a float64 scalar."""
@@ -324,9 +335,24 @@ def _finish(bound: Bound, norm: str, seq_len: int | None, parent: str) -> Certif
 def times(*parts: Bound, theorem: str = "composition") -> Bound:
     """Lip(f o g) <= Lip(f) Lip(g)  (docs/theory, section 4).
 
-    All parts were asked for the same number of tokens: where one may change it, Ask.in_turn.
+    All parts were asked for the same number of tokens: where one may change it, Ask.in_turn. Where parts
+    have passages, the sum over paths if it is smaller.
     """
-    return Bound(product_up(part.value for part in parts), theorem, parts)
+    value, passage = product_up(part.value for part in parts), None
+    if any(part.passage is not None for part in parts):
+        passage = in_turn([passage_of(part) for part in parts])
+        added = float(total(passage((Path(torch.ones(1, dtype=torch.float64)),))))
+        if added < value:
+            value, theorem = added, "sum over paths"
+    return Bound(value, theorem, parts, passage=passage)
+
+
+def passage_of(bound: Bound) -> Passage:
+    """What a module makes of paths: with nothing but a constant it sees their sizes alone."""
+    if bound.passage is not None:
+        return bound.passage
+    factor = float(bound.value)
+    return lambda paths: scaled(behind(total(paths)), factor)
 
 
 def weighted_sum(weights: tuple[float, ...], parts: tuple[Bound | None, ...], theorem: str) -> Bound:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import cast
 
 import torch
@@ -11,6 +12,7 @@ import torch.nn.utils.parametrize as parametrize
 from torch import Tensor, nn
 
 from lipformer.certificate.bounds import Ask, Bound, register_bound
+from lipformer.certificate.paths import through
 from lipformer.certificate.rules import Rules, refuse_hooks
 from lipformer.functional import spectral_norm_bound
 from lipformer.functional.rounding import enlarge, is_cast, running
@@ -44,7 +46,9 @@ def linear_bound(weight: Tensor, ask: Ask) -> Bound:
     weight = as_run(weight, ask)
     if ask.norm == "linf":
         return Bound(linf_norm(weight), "largest absolute row sum")
-    return Bound(ask.spectral_norm(weight), "spectral norm")
+    norm = ask.spectral_norm(weight)
+    passage = partial(through, matrix=weight, known=norm) if ask.follows else None
+    return Bound(norm, "spectral norm", passage=passage)
 
 
 @register_bound(nn.Linear)

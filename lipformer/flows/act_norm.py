@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lipformer.certificate import Ask, Bound, register_bound
+from lipformer.certificate.paths import Passage, through
 from lipformer.flows.linear import TokenWise, at_least_one
-from lipformer.functional.rounding import ROUND_UP
+from lipformer.functional.rounding import ROUND_UP, UNIT, enlarge
 from lipformer.functional.tracing import tracing
 
 # A feature that varies less than this over the first batch keeps its scale.
@@ -103,4 +105,18 @@ def _(module: ActNorm, ask: Ask) -> Bound:
     # As forward has it, rounded to its dtype, and as it is.
     scales = torch.maximum(module.log_scale.exp().double(), module.log_scale.double().exp())
     largest = scales.max() * ROUND_UP**2
-    return Bound(at_least_one(largest), "max exp(s), 1 at padding")
+    if ask.padded:
+        largest = at_least_one(largest)
+    theorem = "max exp(s), 1 at padding" if ask.padded else "max exp(s)"
+    return Bound(largest, theorem, passage=_passage(module, largest, ask) if ask.follows else None)
+
+
+def _passage(module: ActNorm, largest: Tensor, ask: Ask) -> Passage:
+    """A diagonal matrix, and beside it the identity of padded tokens."""
+    own, wide = module.log_scale.exp().double(), module.log_scale.double().exp()
+    matrix = torch.diag(own)
+    if ask.padded:
+        matrix = torch.stack([matrix, torch.eye(module.dim, dtype=own.dtype, device=own.device)])
+    # Which of the two forward multiplies by is for autocast to say; exp is off by an ulp or so.
+    error = enlarge((own - wide).norm() + 8.0 * UNIT * wide.norm())
+    return partial(through, matrix=matrix, known=largest, error=error)

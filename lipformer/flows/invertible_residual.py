@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lipformer.certificate import Ask, Bound, register_bound, weighted_sum
+from lipformer.certificate.bounds import passage_of
+from lipformer.certificate.paths import beside
 from lipformer.flows.log_det.exact import check_causal
 from lipformer.flows.log_det.methods import AUTO, METHODS, LogDet, residual_log_det
 from lipformer.flows.masked_branch import (
@@ -364,7 +368,11 @@ def _reversed(branch: Branch) -> Branch:
 
 @register_bound(InvertibleResidual)
 def _(module: InvertibleResidual, ask: Ask) -> Bound:
-    return weighted_sum((1.0, 1.0), (None, ask.child(module.branch, "branch")), "residual 1 + L")
+    branch = ask.child(module.branch, "branch")
+    bound = weighted_sum((1.0, 1.0), (None, branch), "residual 1 + L")
+    # At padded tokens the branch gives nothing, and the paths through it may be any.
+    passage = partial(beside, branch=passage_of(branch)) if ask.follows else None
+    return replace(bound, passage=passage)
 
 
 @register_bake(InvertibleResidual)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lipformer.certificate import Ask, Bound, NotCertifiable, register_bound
 from lipformer.certificate.bounds import bound_of, check_seq_len
+from lipformer.certificate.paths import then_scaled
 from lipformer.certificate.rules import kind_of
 from lipformer.certificate.torch_rules import mixed_axes
 from lipformer.functional.norms import check_norm
@@ -179,7 +180,7 @@ class Contractive(Freezable):
             divisors: list[Divisor | None] = [None] * len(asks)
         else:
             layer, rule = divided
-            rests = [chain_bound(self.module, ask, layer, lambda ask: 1.0).value for ask in asks]
+            rests = [chain_bound(self.module, ask, layer, lambda ask: Bound(1.0)).value for ask in asks]
             divisors = list(rule.divisors(layer, asks, norms))
         options = []
         coeff = self.coeff / ROUND_UP  # for the rounding of the factors themselves
@@ -263,19 +264,21 @@ def _(module: Contractive, ask: Ask) -> Bound:
     if divided is None:
         whole = bound_of(module.module, inner)
         value = whole.value * scales.amax()
+        passage = then_scaled(whole.passage, scales)
     else:
         layer, rule = divided
         mixed = None if ask.in_forward else mixed_axes(module.module)
         if mixed is not None:
             raise ask.refuse(mixed, "attention with batch_first=True")
         whole = chain_bound(module.module, inner, layer, lambda ask: rule.bound(layer, ask, scales))
-        value = torch.as_tensor(whole.value)
+        value, passage = torch.as_tensor(whole.value), whole.passage
     if ask.norm in module.norms and (ask.in_forward or not any(map(is_cast, module.parameters()))):
         # In the norm that it was divided by, the constant is known without a second bound. Autocast
         # runs another function: with the same factors, but weights that it rounds.
         chosen = (choice == module.norms.index(ask.norm)).squeeze(0)
         value = torch.where(chosen, module.coeff, value)
-    return Bound(value, f"divided by its {name} bound", tokens=whole.tokens, dims=whole.dims)
+    theorem = f"divided by its {name} bound"
+    return Bound(value, theorem, tokens=whole.tokens, dims=whole.dims, passage=passage)
 
 
 @register_bake(Contractive)

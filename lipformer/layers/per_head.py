@@ -39,14 +39,14 @@ class PerHead(NamedTuple):
         divisors: (layer, asks, bounds of those norms) -> a Divisor for each ask: what its heads are
             divided by to give the layer constant 1.
         forward: (layer, x, factors of the heads (H,), key_padding_mask) -> the output.
-        bound: (layer, ask, head_scale) -> the constant of the layer with these factors.
+        bound: (layer, ask, head_scale) -> the bound of the layer with these factors.
         bake: (layer, head_scale) -> the layer with plain weights, the factors among them.
     """
 
     matrices: Callable[..., list[Tensor]]
     divisors: Callable[..., list[Divisor]]
     forward: Callable[..., Tensor]
-    bound: Callable[..., Tensor]
+    bound: Callable[..., Bound]
     bake: Callable[..., nn.Module]
 
 
@@ -63,13 +63,13 @@ def divided_part(module: nn.Module, ask: Ask) -> tuple[nn.Module, PerHead] | Non
 
 
 def chain_bound(
-    module: nn.Module, ask: Ask, layer: nn.Module, answer: Callable[[Ask], float | Tensor]
+    module: nn.Module, ask: Ask, layer: nn.Module, answer: Callable[[Ask], Bound]
 ) -> Bound:
     """The bound of a chain with ``answer(ask)`` for that of one of its parts."""
 
     def rule(part: nn.Module) -> Callable[[Ask], Bound]:
         # By its place in the chain alone: a second use inside another part has the layer's own bound.
-        return lambda ask: Bound(answer(ask)) if part is layer else bound_of(part, ask)
+        return lambda ask: answer(ask) if part is layer else bound_of(part, ask)
 
     return ask.in_turn(map(rule, chain(module, ask)))
 

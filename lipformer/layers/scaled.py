@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipformer.certificate import Ask, Bound, register_bound
+from lipformer.certificate.paths import then_scaled
 from lipformer.functional.rounding import ROUND_UP, multiply_down
 from lipformer.layers.branch import Call, call_branch
 from lipformer.layers.decoding import Cache, register_step, step_module
@@ -37,7 +38,7 @@ class FirstOutput(Layer):
 @register_bound(FirstOutput)
 def _(module: FirstOutput, ask: Ask) -> Bound:
     inner = ask.child(module.module, "module")
-    return Bound(inner.value, inner.theorem, (inner,))
+    return Bound(inner.value, inner.theorem, (inner,), passage=inner.passage)
 
 
 @register_step(FirstOutput)
@@ -87,7 +88,8 @@ class Scaled(Layer):
 def _(module: Scaled, ask: Ask) -> Bound:
     inner = ask.child(module.module, "module")
     factor = module.factor.double().abs() * ROUND_UP**2
-    return Bound(inner.value * factor, "fixed factor", (inner,))
+    passage = then_scaled(inner.passage, factor)
+    return Bound(inner.value * factor, "fixed factor", (inner,), passage=passage)
 
 
 @register_step(Scaled)

@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections import OrderedDict
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -180,7 +181,8 @@ def _mode(model: nn.Module, *, training: bool) -> Iterator[None]:
 
 @register_bound(LanguageModel)
 def _(model: LanguageModel, ask: Ask) -> Bound:
-    body = ask.child(model.body, "body")
+    # It takes no mask.
+    body = replace(ask, padded=False).child(model.body, "body")
     return Bound(body.value, "from embedded tokens to logits", (body,))
 
 

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from lipformer.analysis.robustness.lofast import Modulus
-from lipformer.analysis.robustness.lofast_terms import norm_bound
 from lipformer.analysis.robustness.theorem_l import head_terms, jacobian_bound, local_gain
 from lipformer.certificate import Ask
 from lipformer.certificate.bounds import bound_of
 from lipformer.certificate.rules import kind_of
 from lipformer.functional.rounding import FLOOR, ROUND_UP, UNIT, enlarge
+from lipformer.functional.spectral.bound import norm_bound
 from lipformer.functional.wide import plain
 from lipformer.layers import L2MultiheadAttention
 from lipformer.layers.attention.bound import effective_weights, head_gains

@@ -21,7 +21,6 @@ from lipformer.analysis.robustness.lofast_terms import (
     logit_gaps,
     logit_norm,
     mixing_norm,
-    norm_bound,
     remainder_term,
     row_caps,
     row_norms,
@@ -30,6 +29,7 @@ from lipformer.analysis.robustness.lofast_terms import (
 )
 from lipformer.functional.attention.maps import AttentionMaps
 from lipformer.functional.rounding import UNIT, enlarge, round_up
+from lipformer.functional.spectral.bound import norm_bound
 
 Modulus = Callable[[Tensor], Tensor]
 """From a bound of the perturbation of each sample, (*,) in float64, to one of the output's."""

@@ -9,28 +9,10 @@ import torch
 from torch import Tensor
 
 from lipformer.functional.rounding import UNIT, enlarge
-from lipformer.functional.spectral.bound import verified_square
-from lipformer.functional.spectral.rounding import gram_margin, rescale, restore, tall
-from lipformer.functional.spectral.top_vector import gram_matrix
+from lipformer.functional.spectral.bound import norm_bound
 
 EXACT = 256
 """Up to this N D a norm of a map between token matrices is taken of the whole (N D, N D) matrix."""
-
-
-def norm_bound(matrix: Tensor) -> Tensor:
-    """Upper bound of the spectral norm, (*, m, n) -> (*,) in float64, 1e-9 above it.
-
-    As :func:`lipformer.functional.spectral_norm_bound`, confirmed by the same factorisation, but the
-    value to confirm comes from an eigensolver: without gradients it is quicker for many matrices.
-    """
-    a, scale, top = rescale(matrix)
-    a = tall(torch.nan_to_num(a, nan=0.0, posinf=0.0, neginf=0.0))
-    k, n = a.shape[-2:]
-    gram = gram_matrix(a)
-    margin = gram_margin(k, n)
-    guess = torch.linalg.eigvalsh(gram)[..., -1].clamp_min(0.0) * (1.0 + margin)
-    bound = verified_square(gram, guess + torch.finfo(torch.float64).tiny).sqrt() * (1.0 + margin)
-    return restore(bound, scale, top, torch.float64)
 
 
 def mixing_norm(weights: Tensor, values: Tensor, residual: float, scale: float) -> Tensor:

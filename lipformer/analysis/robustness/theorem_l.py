@@ -18,9 +18,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lipformer.analysis.robustness.lofast_terms import logit_gaps, norm_bound
+from lipformer.analysis.robustness.lofast_terms import logit_gaps
 from lipformer.functional import spectral_norm_bound
 from lipformer.functional.rounding import UNIT
+from lipformer.functional.spectral.bound import norm_bound
 
 DENSE = 1100
 """Up to this N d the Jacobian at Z is made as a whole."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+from functools import partial
 
 import torch
 from einops import rearrange
@@ -15,8 +16,10 @@ from torch import Tensor
 
 from lipformer.certificate import Ask, Bound, register_bound
 from lipformer.certificate.linear_rules import linf_norm
+from lipformer.certificate.paths import Passage, behind, through, total
 from lipformer.functional import l2_gain, row_spread, spectral_norm_bound
-from lipformer.functional.rounding import FLOOR, enlarge, running, running_dtype
+from lipformer.functional.rounding import FLOOR, ROUND_UP, UNIT, enlarge, running, running_dtype
+from lipformer.functional.spectral.bound import norm_bound
 from lipformer.layers.attention.key_ball import ball_gains
 from lipformer.layers.attention.key_cache import KeyCache
 from lipformer.layers.attention.multihead import L2MultiheadAttention
@@ -278,6 +281,37 @@ def attention_bound(layer: L2MultiheadAttention, ask: Ask, head_scale: Tensor | 
     return torch.maximum(value, FLOOR * ((q != 0).any() & (m != 0).any()).double())
 
 
+def scaled_bound(layer: L2MultiheadAttention, ask: Ask, head_scale: Tensor | None = None) -> Bound:
+    """:func:`attention_bound`, by which theorem, and what the layer makes of paths."""
+    value = attention_bound(layer, ask, head_scale)
+    if not ask.follows:
+        return Bound(value, theorem(layer, ask.norm))
+    q, m = effective_weights(layer, head_scale)
+    gains = head_gains(layer, ask, q.device)
+    keys, read = rounded_passage(q.flatten(0, 1)), read_out_passage(layer, m, gains)
+    return Bound(value, theorem(layer, ask.norm), passage=lambda paths: read(behind(total(keys(paths)))))
+
+
+def read_out_passage(layer: L2MultiheadAttention, m: Tensor, gains: Tensor) -> Passage:
+    r"""Paths from :math:`[\Phi_h(Y_h) / G_h]_h`, which is no larger than Y, to the output.
+
+    Args:
+        layer: the attention.
+        m: output matrices (H, d, D).
+        gains: :math:`G_h`, (*, H).
+    """
+    error = _folding_error(layer) * gains.amax(-1)
+    return rounded_passage((gains[..., None, None] * m).flatten(-3, -2).mT, error)
+
+
+def rounded_passage(matrix: Tensor, error: Tensor | float = 0.0) -> Passage:
+    """Through a matrix (*, m, n) whose entries were rounded a few times."""
+    matrix = matrix.unsqueeze(-3)
+    error = enlarge(error + 16.0 * UNIT * torch.linalg.matrix_norm(matrix).amax(-1))
+    known = (norm_bound(matrix).amax(-1) + error) * ROUND_UP
+    return partial(through, matrix=matrix, known=known, error=error)
+
+
 def effective_weights(
     layer: L2MultiheadAttention, head_scale: Tensor | None = None, cast: bool = True
 ) -> tuple[Tensor, Tensor]:
@@ -420,7 +454,7 @@ def _(layer: L2MultiheadAttention, ask: Ask) -> Bound:
             f"its temperatures leave the range of {root.dtype}: {layer.log_temperature}",
             "log_temperature between -170 and 170",
         )
-    return Bound(attention_bound(layer, ask), theorem(layer, ask.norm))
+    return scaled_bound(layer, ask)
 
 
 @register_bake(L2MultiheadAttention)
@@ -453,7 +487,7 @@ per_head.register(L2MultiheadAttention)(
         matrices=head_matrices,
         divisors=contractive_head_bounds,
         forward=L2MultiheadAttention.scaled,
-        bound=attention_bound,
+        bound=scaled_bound,
         bake=bake_attention,
     )
 )
