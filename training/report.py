@@ -13,7 +13,13 @@ from training.module import LanguageModule
 from training.monitors import TextSample, Throughput, print_plain
 
 _TRAIN = ("train/nats",)
-_JUDGED = ("val/nats", "val/bits", "certificate/bound", "certificate/estimate", "inversion/error")
+_CERTIFIED = {
+    "certificate/bound": "certified constant",
+    "certificate/local": "certified around validation text",
+    "certificate/estimate": "attack reaches",
+    "certificate/local_estimate": "gain at validation text",
+}
+_JUDGED = ("val/nats", "val/bits", *_CERTIFIED, "inversion/error")
 Row = dict[str, float]
 
 
@@ -94,7 +100,7 @@ def draw(rows: Sequence[Row], folder: Path) -> list[str]:
         "certificate": (
             "gain, embedded characters to logits",
             "log",
-            {"certificate/bound": "certified constant", "certificate/estimate": "attack reaches"},
+            _CERTIFIED,
         ),
     }
     for name, (label, scale, curves) in pictures.items():
@@ -130,6 +136,8 @@ def summary(
         "val/bits": ("validation, bits per character", "{:.4f}"),
         "certificate/bound": ("certified Lipschitz constant, embedded characters to logits", "{:.6g}"),
         "certificate/estimate": ("largest gain an attack reaches (lower estimate)", "{:.6g}"),
+        "certificate/local": ("certified around validation text, in a small ball", "{:.6g}"),
+        "certificate/local_estimate": ("gain at validation text (lower estimate)", "{:.6g}"),
         "inversion/error": ("inversion error, largest entry", "{:.2e}"),
     }
     for name, (title, form) in wanted.items():
@@ -138,6 +146,11 @@ def summary(
             lines.append(f"| {title} | {form.format(values[-1])} | {steps[-1]:.0f} |")
         elif name == "certificate/bound" and curve(rows, "certificate/estimate")[1]:
             lines.append(f"| {title} | none: the variant has no certificate | |")
+    gains = [curve(rows, name)[1][-1:] for name in _CERTIFIED]
+    if all(gains):
+        (bound,), (local,), _, (gain,) = gains
+        title = "certificates over that gain: of every input, of the ball"
+        lines.append(f"| {title} | {bound / gain:.1f}, {local / gain:.1f} | |")
     if math.isfinite(speed):
         lines.append(f"| training, characters per second | {speed:,.0f} | |")
     if pictures:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lipformer.certificate.certificate import Certificate, NotCertifiable
-from lipformer.certificate.paths import Passage, Path, behind, in_turn, scaled, total
+from lipformer.certificate.paths import Passage, behind, in_turn, scaled, total
 from lipformer.certificate.rules import Rules, kind_of
 from lipformer.functional import spectral_norm_bound
 from lipformer.functional.norms import check_norm
@@ -105,8 +105,13 @@ class Ask:
         path = f"{self.path}.{name}" if self.path else name
         return bound_of(module, replace(self, path=path))
 
-    def in_turn(self, rules: Iterable[Callable[[Ask], Bound]]) -> Bound:
-        """The product of the bounds of what runs in turn, each asked for the tokens that reach it."""
+    def in_turn(self, rules: Iterable[Callable[[Ask], Bound]], *, linked: bool = False) -> Bound:
+        """The product of the bounds of what runs in turn, each asked for the tokens that reach it.
+
+        Args:
+            rules: of the parts, in the order in which they run.
+            linked: nothing at all happens between them, so that paths may be followed through them.
+        """
         ask, parts = self, []
         for rule in rules:
             part = rule(ask)
@@ -115,7 +120,7 @@ class Ask:
                 ask = replace(ask, seq_len=part.tokens)
             if part.dims != KEPT:
                 ask = replace(ask, dims=part.dims)
-        return times(*parts)
+        return _added_up(times(*parts)) if linked else times(*parts)
 
     def along(self, dim: int) -> None:
         """Refuses a module that works along a dimension if that may be the one of the samples.
@@ -182,6 +187,8 @@ def bound_of(module: nn.Module, ask: Ask) -> Bound:
     dims = _last(bound.dims, (part.dims for part in bound.parts))
     if dims == KEPT and tokens != KEPT:
         dims = None
+    if bound.kind:  # a rule that answers with the bound of a child need not run the child alone
+        bound = replace(bound, passage=None)
     return replace(bound, value=value, path=ask.path, kind=ask.kind, tokens=tokens, dims=dims)
 
 
@@ -335,16 +342,20 @@ def _finish(bound: Bound, norm: str, seq_len: int | None, parent: str) -> Certif
 def times(*parts: Bound, theorem: str = "composition") -> Bound:
     """Lip(f o g) <= Lip(f) Lip(g)  (docs/theory, section 4).
 
-    All parts were asked for the same number of tokens: where one may change it, Ask.in_turn. Where parts
-    have passages, the sum over paths if it is smaller.
+    All parts were asked for the same number of tokens: where one may change it, Ask.in_turn.
     """
-    value, passage = product_up(part.value for part in parts), None
-    if any(part.passage is not None for part in parts):
-        passage = in_turn([passage_of(part) for part in parts])
-        added = float(total(passage((Path(torch.ones(1, dtype=torch.float64)),))))
-        if added < value:
-            value, theorem = added, "sum over paths"
-    return Bound(value, theorem, parts, passage=passage)
+    return Bound(product_up(part.value for part in parts), theorem, parts)
+
+
+def _added_up(bound: Bound) -> Bound:
+    """The bound of parts that run in turn by the sum over paths, if that is smaller (section 4)."""
+    if all(part.passage is None for part in bound.parts):
+        return bound
+    passage = in_turn([passage_of(part) for part in bound.parts])
+    added = float(total(passage(behind(torch.ones((), dtype=torch.float64)))))
+    if added < float(bound.value):
+        bound = replace(bound, value=added, theorem="sum over paths")
+    return replace(bound, passage=passage)
 
 
 def passage_of(bound: Bound) -> Passage:

@@ -1,10 +1,9 @@
 r"""Differences path by path: skip connections and linear maps multiplied out (docs/theory, section 4).
 
 Behind a part of a network the difference of two runs is :math:`\sum_i R_i v_i`, with a known matrix
-:math:`R_i` of features for each :math:`v_i`, whose size is bounded: the difference of the inputs, and what
-came out of each nonlinear map. Linear maps multiply the matrices, a residual adds what its branch makes
-of the sum, and a map that is only known to have a constant sees the sizes alone,
-:math:`\sum_i \|R_i\| |v_i|`.
+:math:`R_i` of features for each :math:`v_i`, whose size is bounded: the difference of the inputs, and
+what came out of each nonlinear map. Linear maps multiply the matrices, a residual adds what its branch
+makes of the sum, and a map of which only a constant is known sees :math:`\sum_i \|R_i\| |v_i|` alone.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ class Path:
     r""":math:`R v` with :math:`|v|` at most ``size``, everything in float64 without gradients.
 
     Attributes:
-        size: (B,) for B samples, or (1,).
-        matrix: R as computed, (B or 1, K, m, n), one matrix for all tokens or one for padded tokens beside
-            that of the others (K = 2); None for the identity.
+        size: (B,) for B samples, or a scalar.
+        matrix: R as computed, (B or 1, K, m, n), with K = 2 that of padded tokens beside that of the
+            others; None for the identity.
         error: how far R as computed may be off in the Frobenius norm, (B or 1,).
         known: a bound of :math:`\|R\|` (B or 1,), if there is one already.
     """
@@ -58,11 +57,11 @@ Passage = Callable[[Paths], Paths]
 
 def total(paths: Paths) -> Tensor:
     r""":math:`\sum_i \|R_i\| |v_i|`, rounded up: a bound of the difference, (B,)."""
-    terms = [(path.norm * path.size).nan_to_num(nan=torch.inf, posinf=torch.inf) for path in paths]
-    added = enlarge(torch.stack(torch.broadcast_tensors(*terms)).sum(0), len(terms))
-    # Of what is not zero a later factor may still make much.
-    still = torch.stack(torch.broadcast_tensors(*(path.size == 0.0 for path in paths))).all(0)
-    return torch.where(still, added, added.clamp_min(FLOOR))
+    added = torch.zeros_like(paths[0].size)
+    for path in paths:
+        added = added + path.norm * path.size
+    added = enlarge(added, len(paths)).nan_to_num(nan=torch.inf, posinf=torch.inf)
+    return added.clamp_min(FLOOR)  # of next to nothing a later factor may still make much
 
 
 def behind(size: Tensor) -> Paths:

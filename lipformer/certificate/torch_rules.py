@@ -68,11 +68,10 @@ def parts_of(module: nn.Module) -> dict[str, nn.Module]:
 
 @register_bound(nn.Sequential)
 def sequential_bound(module: nn.Sequential, ask: Ask) -> Bound:
-    """The product of the parts' bounds."""
+    """The product of the parts' bounds, or their sum over paths."""
     _refuse_mixed_axes(module, ask)
-    return ask.in_turn(
-        partial(Ask.child, module=child, name=name) for name, child in parts_of(module).items()
-    )
+    rules = (partial(Ask.child, module=child, name=name) for name, child in parts_of(module).items())
+    return ask.in_turn(rules, linked=True)
 
 
 def chain(module: nn.Module, ask: Ask) -> list[nn.Module]:

@@ -161,9 +161,8 @@ class InvertibleSequential(OnePass, nn.Sequential):
 @register_bound(InvertibleSequential)
 def _(module: InvertibleSequential, ask: Ask) -> Bound:
     # Not named_children(), which leaves out a module's second use.
-    return ask.in_turn(
-        functools.partial(Ask.child, module=block, name=str(i)) for i, block in enumerate(module)
-    )
+    rules = (functools.partial(Ask.child, module=part, name=str(i)) for i, part in enumerate(module))
+    return ask.in_turn(rules, linked=True)
 
 
 def standard_normal_log_prob(z: Tensor) -> Tensor:

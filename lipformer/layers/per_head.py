@@ -62,16 +62,14 @@ def divided_part(module: nn.Module, ask: Ask) -> tuple[nn.Module, PerHead] | Non
     return found[0] if len(found) == 1 and not hidden else None
 
 
-def chain_bound(
-    module: nn.Module, ask: Ask, layer: nn.Module, answer: Callable[[Ask], Bound]
-) -> Bound:
+def chain_bound(module: nn.Module, ask: Ask, layer: nn.Module, answer: Callable[[Ask], Bound]) -> Bound:
     """The bound of a chain with ``answer(ask)`` for that of one of its parts."""
 
     def rule(part: nn.Module) -> Callable[[Ask], Bound]:
         # By its place in the chain alone: a second use inside another part has the layer's own bound.
         return lambda ask: answer(ask) if part is layer else bound_of(part, ask)
 
-    return ask.in_turn(map(rule, chain(module, ask)))
+    return ask.in_turn(map(rule, chain(module, ask)), linked=True)
 
 
 def replace_part(module: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:

@@ -17,6 +17,7 @@ from training.monitors import (
     TextSample,
     Throughput,
     inversion_error,
+    local_gains,
 )
 from training.report import Report, curve, draw
 
@@ -50,8 +51,32 @@ def test_the_certificate_stays_above_the_attack(tmp_path: Path, variant: str) ->
     assert all(0 < low <= high for low, high in zip(estimates, bounds, strict=True))
     # Logged in float32.
     assert bounds[-1] == pytest.approx(lf.certify(model.model.eval()).bound, rel=1e-6)
+    _, around = curve(report.rows, "certificate/local")
+    _, gains = curve(report.rows, "certificate/local_estimate")
+    ladder = zip(gains, around, bounds, strict=True)
+    assert all(0 < gain <= local * (1 + 1e-6) <= bound * (1 + 2e-6) for gain, local, bound in ladder)
     if variant == "invertible":
         assert len(set(bounds)) == 2, "the weights move, and the certificate with them"
+        assert all(local < bound for local, bound in zip(around, bounds, strict=True))
+
+
+@pytest.mark.parametrize("options", [{"radius": 0.0}, {"norm": "token"}])
+def test_the_local_certificate_can_be_left_out(tmp_path: Path, options: dict[str, Any]) -> None:
+    write_corpus(tmp_path)
+    report, _ = watched(tmp_path, [CertificateMonitor(**CERTIFICATE, **options)])
+    assert curve(report.rows, "certificate/local") == ([], [])
+    assert len(curve(report.rows, "certificate/bound")[1]) == 2
+
+
+def test_the_local_certificate_belongs_to_its_ball() -> None:
+    """The radius is one of embedded tokens: with a hundred times as much the bound is another."""
+    model = lf.models.invertible(7, dim=16, num_heads=2, num_layers=1).eval()
+    tokens = torch.randint(7, (1, 6))
+    local, gain = local_gains(model, tokens, 0.01)
+    x = model.embed(tokens).detach()
+    length = 0.01 * x.norm(dim=-1).median().item()
+    assert local == pytest.approx(lf.certify(model, at=x, radius=length).bound, rel=1e-6)
+    assert gain <= local < local_gains(model, tokens, 1.0)[0]
 
 
 def test_without_a_certificate_only_the_estimate_is_logged(tmp_path: Path) -> None:

@@ -11,12 +11,18 @@ from lipformer.analysis.robustness.lofast import Modulus
 from lipformer.analysis.robustness.theorem_l import head_terms, jacobian_bound, local_gain
 from lipformer.certificate import Ask
 from lipformer.certificate.bounds import bound_of
+from lipformer.certificate.paths import Passage, Paths, behind, total
 from lipformer.certificate.rules import kind_of
 from lipformer.functional.rounding import FLOOR, ROUND_UP, UNIT, enlarge
 from lipformer.functional.spectral.bound import norm_bound
 from lipformer.functional.wide import plain
 from lipformer.layers import L2MultiheadAttention
-from lipformer.layers.attention.bound import effective_weights, head_gains
+from lipformer.layers.attention.bound import (
+    effective_weights,
+    head_gains,
+    read_out_passage,
+    rounded_passage,
+)
 
 
 def position_bias(layer: L2MultiheadAttention, n: int, device: torch.device) -> Tensor | None:
@@ -34,8 +40,12 @@ def position_bias(layer: L2MultiheadAttention, n: int, device: torch.device) -> 
     return bias.masked_fill(hidden, -torch.inf)
 
 
-def l2_modulus(layer: L2MultiheadAttention, x: Tensor, head_scale: Tensor | None = None) -> Modulus:
+def l2_modulus(
+    layer: L2MultiheadAttention, x: Tensor, head_scale: Tensor | None = None
+) -> tuple[Modulus, Passage]:
     r"""How far the output of L2 attention can move, as a function (B,) to (B,) of how far x can.
+
+    And the same of paths (docs/theory, section 4), for networks that follow them.
 
     Head h sees tokens :math:`Z_h = \sqrt{t_h} X W_h`, which move by at most
     :math:`\eta_h = \sqrt{t_h} \|W_h\| \epsilon`. Its local gain (`local_gain`) bounds
@@ -71,12 +81,19 @@ def l2_modulus(layer: L2MultiheadAttention, x: Tensor, head_scale: Tensor | None
     floor = FLOOR * ((q != 0).any() & (m != 0).any()).double()
     joint = _Joint(q, m)
 
-    def modulus(delta: Tensor) -> Tensor:
+    def around(delta: Tensor) -> Tensor:
         local = local_gain(terms, slope, lengths * delta[:, None], gains, error) * turned**2
-        bound = joint(torch.minimum(local, gains)) * delta * ROUND_UP
+        return torch.minimum(local, gains)
+
+    def modulus(delta: Tensor) -> Tensor:
+        bound = joint(around(delta)) * delta * ROUND_UP
         return torch.where(delta > 0, torch.maximum(bound, floor), delta)
 
-    return modulus
+    def passage(paths: Paths) -> Paths:
+        keys = rounded_passage(q.flatten(0, 1))(paths)
+        return read_out_passage(layer, m, around(total(paths)))(behind(total(keys)))
+
+    return modulus, passage
 
 
 class _Joint:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextvars import ContextVar
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -16,7 +17,16 @@ from lipformer.analysis.robustness.l2_modulus import l2_modulus
 from lipformer.analysis.robustness.lofast import Modulus, lofast_modulus
 from lipformer.analysis.robustness.lofast_terms import EXACT
 from lipformer.certificate import Ask, Certificate, NotCertifiable
-from lipformer.certificate.bounds import answer
+from lipformer.certificate.bounds import answer, bound_of
+from lipformer.certificate.paths import (
+    Passage,
+    Paths,
+    behind,
+    beside,
+    in_turn,
+    then_scaled,
+    total,
+)
 from lipformer.certificate.rules import Rules, kind_of
 from lipformer.certificate.torch_rules import chain, parts_of
 from lipformer.flows import InvertibleResidual, InvertibleSequential
@@ -55,14 +65,22 @@ def register_perturbation(module_class: type[nn.Module]) -> Callable[[_R], _R]:
 
 
 class Named:
-    """A modulus with a name: what certificates say where it is smaller than the global bound."""
+    """A modulus with a name: what certificates say where it is smaller than the global bound.
 
-    def __init__(self, modulus: Modulus, theorem: str) -> None:
-        self.modulus, self.theorem = modulus, theorem
+    Beside it, for networks that follow paths (docs/theory, section 4), what the module makes of them, if
+    that is more than the modulus tells.
+    """
+
+    def __init__(self, modulus: Modulus, theorem: str, passage: Passage | None = None) -> None:
+        self.modulus, self.theorem, self._passage = modulus, theorem, passage
 
     def __call__(self, delta: Tensor) -> Tensor:
         """(B,) -> (B,)."""
         return plain(self.modulus(delta))
+
+    def passage(self, paths: Paths) -> Paths:
+        """The paths behind the module."""
+        return behind(self(total(paths))) if self._passage is None else self._passage(paths)
 
 
 class Step(Named):
@@ -72,12 +90,19 @@ class Step(Named):
         kind: the module's class.
         whole: its global certificate, or None if it has none.
         parts: the steps of its children by name, those that its rule followed.
+        skips: whether it is or holds a residual whose paths are followed.
         seen: what it was last asked and answered, (B,) each, and where the local bound was smaller.
     """
 
-    def __init__(self, kind: str, local: Modulus | None, whole: Certificate | None) -> None:
-        super().__init__(local or torch.clone, getattr(local, "theorem", "local modulus"))
+    def __init__(
+        self, kind: str, local: Modulus | None, whole: Certificate | None, passage: Passage | None = None
+    ) -> None:
+        # A rule that answers with the step of a part need not run the part alone.
+        if isinstance(local, Named) and not isinstance(local, Step):
+            passage = local.passage
+        super().__init__(local or torch.clone, getattr(local, "theorem", "local modulus"), passage)
         self.kind, self.local, self.whole = kind, local, whole
+        self.skips = False
         self.parts: list[tuple[str, Step]] = []
         self.seen: tuple[Tensor, Tensor, Tensor] | None = None
 
@@ -166,7 +191,8 @@ def modulus_of(module: nn.Module, x: Tensor) -> tuple[Tensor, Step]:
     """The output at x (B, *) and its modulus there (see :func:`register_perturbation`)."""
     rule = _rule_of(module)
     if rule is None:
-        return _run(module, x), Step(kind_of(module), None, _constant(module, x))
+        y, known = _run(module, x), _constant(module, x)
+        return y, Step(kind_of(module), None, known, bound_of(module, _ask(x)).passage)
     parts: list[tuple[str, Step]] = []
     above = _open.set(parts)
     try:
@@ -180,6 +206,7 @@ def modulus_of(module: nn.Module, x: Tensor) -> tuple[Tensor, Step]:
         whole = None
     step = Step(kind_of(module), local, whole)
     step.parts = parts
+    step.skips = isinstance(module, InvertibleResidual) or any(part.skips for _, part in parts)
     return y, step
 
 
@@ -211,8 +238,11 @@ def _rule_of(module: nn.Module) -> Rule | None:
 
 def _bound(module: nn.Module, x: Tensor) -> Certificate:
     """The global certificate of a module for each sample of x by itself."""
-    seq_len = x.shape[1] if x.ndim == 3 else None
-    return answer(module, Ask("l2", seq_len, alone=True, dims=x.ndim))
+    return answer(module, _ask(x))
+
+
+def _ask(x: Tensor) -> Ask:
+    return Ask("l2", x.shape[1] if x.ndim == 3 else None, alone=True, dims=x.ndim, padded=False)
 
 
 def _times(constant: float) -> Modulus:
@@ -237,49 +267,55 @@ def _child(module: nn.Module, name: str, x: Tensor) -> tuple[Tensor, Step]:
 @register_perturbation(nn.Sequential)
 @register_perturbation(InvertibleSequential)
 def _in_turn(module: nn.Sequential, x: Tensor) -> tuple[Tensor, Modulus]:
-    steps: list[Modulus] = []
+    steps: list[Named] = []
+    skips = False
     for name, child in parts_of(module).items():
         x, step = _child(child, name, x)
         steps.append(step)
-    return x, Named(_after_each_other(steps), "composition")
+        skips = skips or step.skips
+    return x, _after_each_other(steps, "composition", skips)
 
 
-def _after_each_other(steps: list[Modulus]) -> Modulus:
+def _after_each_other(steps: list[Named], theorem: str, skips: bool = False) -> Named:
+    passage = in_turn([step.passage for step in steps])
+
     def modulus(delta: Tensor) -> Tensor:
-        for step in steps:
+        added = total(passage(behind(delta))) if skips else torch.inf
+        for step in steps:  # last, since certificates show what the steps saw
             delta = step(delta)
-        return delta
+        return delta.clamp_max(added)
 
-    return modulus
+    return Named(modulus, theorem, passage)
 
 
 @register_perturbation(VisionTransformer)
 @register_perturbation(LanguageModel)
 def _(module: VisionTransformer | LanguageModel, x: Tensor) -> tuple[Tensor, Modulus]:
     y, body = _child(module.body, "body", x)
-    return y, Named(body, "composition")
+    return y, Named(body, "composition", body.passage)
 
 
 @register_perturbation(FirstOutput)
 def _(module: FirstOutput, x: Tensor) -> tuple[Tensor, Modulus]:
     y, inner = _child(module.module, "module", x)
-    return y, Named(inner, inner.theorem)
+    return y, Named(inner, inner.theorem, inner.passage)
 
 
 @register_perturbation(Scaled)
 def _(module: Scaled, x: Tensor) -> tuple[Tensor, Modulus]:
     _, inner = _child(module.module, "module", x)
-    return _run(module, x), Named(_scaled(inner, module.factor), "fixed factor")
+    return _run(module, x), _scaled(inner, module.factor, "fixed factor")
 
 
-def _scaled(inner: Modulus, factor: Tensor) -> Modulus:
+def _scaled(inner: Named, factor: Tensor, theorem: str) -> Named:
     size = factor.detach().double().abs().amax() * ROUND_UP**2
-    return lambda delta: inner(delta) * size
+    return Named(lambda delta: inner(delta) * size, theorem, then_scaled(inner.passage, size))
 
 
 @register_perturbation(L2MultiheadAttention)
 def _(module: L2MultiheadAttention, x: Tensor) -> tuple[Tensor, Modulus]:
-    return _run(module, x), Named(l2_modulus(module, x), "Theorem L")
+    modulus, passage = l2_modulus(module, x)
+    return _run(module, x), Named(modulus, "Theorem L", passage)
 
 
 @register_perturbation(Contractive)
@@ -287,19 +323,20 @@ def _(module: Contractive, x: Tensor) -> tuple[Tensor, Modulus]:
     y, scales = _run(module, x), module.scales()
     if not scales.ndim:
         inner = modulus_of(module.module, x)[1]
-        return y, Named(_scaled(inner, scales), inner.theorem)
+        return y, _scaled(inner, scales, inner.theorem)
     ask = Ask("l2", kind=kind_of(module))
     divided = divided_part(module.module, ask)
-    steps: list[Modulus] = []
+    steps: list[Named] = []
     for part in chain(module.module, ask):
         if divided is not None and part is divided[0] and isinstance(part, L2MultiheadAttention):
             out = part.scaled(x, scales)
-            steps.append(l2_modulus(part, x, scales))
+            modulus, passage = l2_modulus(part, x, scales)
+            steps.append(Named(modulus, "Theorem L", passage))
         else:
             out, step = modulus_of(part, x)
             steps.append(step)
         x = out
-    return y, Named(_after_each_other(steps), "Theorem L")
+    return y, _after_each_other(steps, "Theorem L")
 
 
 @register_perturbation(BallProjection)
@@ -386,7 +423,8 @@ def _residual(branch: nn.Module, x: Tensor, kept: float, added: float) -> tuple[
 
     # For more tokens the norm of both together is bounded by the sum, and there is nothing to gain.
     if split is None or x.shape[-2] * x.shape[-1] > EXACT:
-        return y, Named(added_up, "residual")
+        joined = partial(beside, branch=inner.passage) if kept == added == 1.0 else None
+        return y, Named(added_up, "residual", joined)
     radius, attention = split
     within = lofast_modulus(attention, plain(x), residual=kept, scale=added)
     longest = enlarge(torch.linalg.vector_norm(plain(x), dim=-1).amax(-1))
