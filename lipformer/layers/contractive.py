@@ -271,7 +271,8 @@ def _(module: Contractive, ask: Ask) -> Bound:
         if mixed is not None:
             raise ask.refuse(mixed, "attention with batch_first=True")
         whole = chain_bound(module.module, inner, layer, lambda ask: rule.bound(layer, ask, scales))
-        value, passage = torch.as_tensor(whole.value), whole.passage
+        value = torch.as_tensor(whole.value, dtype=torch.float64, device=scales.device)
+        passage = whole.passage
     if ask.norm in module.norms and (ask.in_forward or not any(map(is_cast, module.parameters()))):
         # In the norm that it was divided by, the constant is known without a second bound. Autocast
         # runs another function: with the same factors, but weights that it rounds.

@@ -209,6 +209,15 @@ def test_baked_and_deep_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bound <= fewer.bound < product(fewer)
 
 
+def test_a_divided_chain_keeps_its_coefficient() -> None:
+    """In float64: 0.8 in float32 is above it, and other numbers are below."""
+    attention = lf.L2MultiheadAttention(D, 2, batch_first=True, causal=True, positions="alibi")
+    chain = nn.Sequential(nn.Linear(D, D), attention)
+    assert lf.certify(lf.Contractive(chain, 0.8, norm="l2")).bound == 0.8
+    other = lf.certify(lf.Contractive(chain, 0.8, norm="self")).bound
+    assert other != torch.tensor(other, dtype=torch.float32).item()
+
+
 def test_other_norms_are_products() -> None:
     model = stack(1)
     for name in ("token", "linf"):
