@@ -105,12 +105,12 @@ class Ask:
         path = f"{self.path}.{name}" if self.path else name
         return bound_of(module, replace(self, path=path))
 
-    def in_turn(self, rules: Iterable[Callable[[Ask], Bound]], *, linked: bool = False) -> Bound:
+    def in_turn(self, rules: Iterable[Callable[[Ask], Bound]], *, directly: bool = False) -> Bound:
         """The product of the bounds of what runs in turn, each asked for the tokens that reach it.
 
         Args:
             rules: of the parts, in the order in which they run.
-            linked: nothing at all happens between them, so that paths may be followed through them.
+            directly: nothing at all happens between them: paths may be followed through them.
         """
         ask, parts = self, []
         for rule in rules:
@@ -120,7 +120,7 @@ class Ask:
                 ask = replace(ask, seq_len=part.tokens)
             if part.dims != KEPT:
                 ask = replace(ask, dims=part.dims)
-        return _added_up(times(*parts)) if linked else times(*parts)
+        return _added_up(linked(times(*parts))) if directly else times(*parts)
 
     def along(self, dim: int) -> None:
         """Refuses a module that works along a dimension if that may be the one of the samples.
@@ -347,15 +347,19 @@ def times(*parts: Bound, theorem: str = "composition") -> Bound:
     return Bound(product_up(part.value for part in parts), theorem, parts)
 
 
-def _added_up(bound: Bound) -> Bound:
-    """The bound of parts that run in turn by the sum over paths, if that is smaller (section 4)."""
+def linked(bound: Bound) -> Bound:
+    """The bound of parts that run in turn, nothing between them, with what they make of paths."""
     if all(part.passage is None for part in bound.parts):
         return bound
-    passage = in_turn([passage_of(part) for part in bound.parts])
-    added = float(total(passage(behind(torch.ones((), dtype=torch.float64)))))
-    if added < float(bound.value):
-        bound = replace(bound, value=added, theorem="sum over paths")
-    return replace(bound, passage=passage)
+    return replace(bound, passage=in_turn([passage_of(part) for part in bound.parts]))
+
+
+def _added_up(bound: Bound) -> Bound:
+    """A bound by the sum over paths, if they are known and that is smaller (section 4)."""
+    if bound.passage is None:
+        return bound
+    added = float(total(bound.passage(behind(torch.ones((), dtype=torch.float64)))))
+    return replace(bound, value=added, theorem="sum over paths") if added < bound.value else bound
 
 
 def passage_of(bound: Bound) -> Passage:

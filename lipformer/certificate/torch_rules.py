@@ -71,7 +71,7 @@ def sequential_bound(module: nn.Sequential, ask: Ask) -> Bound:
     """The product of the parts' bounds, or their sum over paths."""
     _refuse_mixed_axes(module, ask)
     rules = (partial(Ask.child, module=child, name=name) for name, child in parts_of(module).items())
-    return ask.in_turn(rules, linked=True)
+    return ask.in_turn(rules, directly=True)
 
 
 def chain(module: nn.Module, ask: Ask) -> list[nn.Module]:

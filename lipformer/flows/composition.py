@@ -162,7 +162,7 @@ class InvertibleSequential(OnePass, nn.Sequential):
 def _(module: InvertibleSequential, ask: Ask) -> Bound:
     # Not named_children(), which leaves out a module's second use.
     rules = (functools.partial(Ask.child, module=part, name=str(i)) for i, part in enumerate(module))
-    return ask.in_turn(rules, linked=True)
+    return ask.in_turn(rules, directly=True)
 
 
 def standard_normal_log_prob(z: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from lipformer.certificate import Ask, Bound
-from lipformer.certificate.bounds import bound_of
+from lipformer.certificate.bounds import bound_of, linked
 from lipformer.certificate.rules import Rules
 from lipformer.certificate.torch_rules import chain, parts_of
 
@@ -69,7 +69,8 @@ def chain_bound(module: nn.Module, ask: Ask, layer: nn.Module, answer: Callable[
         # By its place in the chain alone: a second use inside another part has the layer's own bound.
         return lambda ask: answer(ask) if part is layer else bound_of(part, ask)
 
-    return ask.in_turn(map(rule, chain(module, ask)), linked=True)
+    # The product, by which it is divided, is the bound.
+    return linked(ask.in_turn(map(rule, chain(module, ask))))
 
 
 def replace_part(module: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module:
