@@ -56,7 +56,8 @@ def _(module: nn.Linear, ask: Ask) -> Bound:
     coeff = None if ask.norm == "linf" else known_coefficient(module)
     if coeff is None or (not ask.in_forward and _rounded(module)):
         return linear_bound(module.weight, ask)
-    return Bound(coeff, "spectrally bounded weight")
+    passage = partial(through, matrix=module.weight, known=coeff) if ask.follows else None
+    return Bound(coeff, "spectrally bounded weight", passage=passage)
 
 
 def _rounded(module: nn.Module) -> bool:
