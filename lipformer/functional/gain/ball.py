@@ -199,7 +199,7 @@ def token_gains(r: Tensor, most: float) -> Tensor:
 
     .. math:: \max_{\lambda \le \Lambda} \sqrt{1 + 4 \lambda (\tau - 1)} + 2 \sqrt{\Lambda \lambda}
     """
-    lam, tau, cap = _cells(r, most, 5 * _FINE)
+    lam, tau, cap = _cells(r, most, _FINE)
     root = (1 + 4 * lam * (tau - 1).top()).maximum(0.0).sqrt()
     gain: Tensor = (root + 2 * (cap * lam).sqrt()).high.amax(-1, keepdim=True)
     return gain
@@ -303,7 +303,7 @@ def dense_ball_gain(b: Tensor, norm: str, r: float) -> float:
 def enlarged_log_mass(b: Tensor) -> float:
     """ln B of a bias (N, N), rounded up."""
     value = torch.logsumexp(b, dim=-1).max().item()
-    return value + 1e-12 * (1 + abs(value))
+    return value + 1e-12 * (1 + abs(value)) if value > -math.inf else value
 
 
 FIRST, STEP, KNOTS = math.log(0.1), 0.1, 49
