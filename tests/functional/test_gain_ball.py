@@ -64,6 +64,9 @@ def test_grows_with_the_radius_and_never_passes_the_gain_without() -> None:
             assert max(found) <= l2_gain(32, norm=norm, **options)
             assert found[0] < 1.02 or options
     assert l2_gain(1, radius=3.0) == 1.0
+    alone = torch.full((3, 3), -math.inf).fill_diagonal_(0.0)
+    for norm in ("l2", "token", "self"):
+        assert l2_gain(3, norm=norm, radius=3.0, bias=alone) == pytest.approx(1.0)
     assert l2_gain(64, radius=1e3) == l2_gain(64)
     assert l2_gain(math.inf, radius=1e3) == math.inf == l2_gain(math.inf, is_causal=True, radius=1.0)
 

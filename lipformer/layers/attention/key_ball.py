@@ -89,7 +89,8 @@ def ball_gains(log_radius: Tensor, heads: tuple[Head, ...], factor: float, margi
     # The radius is its exponential, within a few units of float32.
     offset = math.log(margin * (1.0 + 1e-6) / math.sqrt(2.0)) - FIRST
     x = (log_radius.double() + offset) / STEP
-    cell = (x.detach().floor() + 1.0).clamp(0, KNOTS).long()
+    # A radius that is not a number gives such a gain, not an index that no cell has.
+    cell = (x.detach().floor() + 1.0).clamp(0, KNOTS).nan_to_num(0.0).long()
     a, b = lines.expand(2, len(x), -1).gather(2, cell[None, :, None].expand(2, -1, 1)).squeeze(2)
     most = lines[0, :, -1]
     return torch.minimum(torch.addcmul(a, b, x), most)
