@@ -470,7 +470,7 @@ def test_a_hub_with_spokes_stays_below_the_bound(n: int) -> None:
 
 
 def ratios_of(inputs: int, radii: tuple[float, ...]) -> dict[tuple[str, str], float]:
-    """The largest ratio to the bound by norm and mask, of so many inputs of `largest` and of clusters."""
+    """The largest ratio to the bound by norm and mask, of so many inputs, some of them clusters."""
     tried, ratios, steps = 0, {}, 40
     for (n, d), radius in zip(itertools.cycle(SHAPES[1:]), itertools.cycle(radii), strict=False):
         count, total = max(12, 240 // n), int(10 ** (1 + 5 * torch.rand(()).item()))

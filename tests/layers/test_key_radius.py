@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lipformer as lf
 from lipformer.functional import l2_gain
+from lipformer.layers.attention import key_ball
 from lipformer.layers.attention.key_ball import bounded, push_bounded
 from tests.layers.battery import scrambled
 from tests.oracles import dense_jacobian, l2_attention_oracle
@@ -266,3 +268,14 @@ def test_a_baked_layer_is_one_of_its_kind_and_keeps_its_ball_in_half_precision()
         half = copy.deepcopy(baked).half()
         assert bool(half(x)[0].isfinite().all())
         assert lf.certify(half).bound == pytest.approx(lf.certify(attention).bound, rel=0.02)
+
+
+def test_a_trace_leaves_no_stand_ins_behind() -> None:
+    heads = (((("l2", 5.0, "causal", 0.0),), 2.0),)
+    key_ball._lines(heads, 1.0)  # as building Contractive does
+    with FakeTensorMode():  # what torch.export runs a module in
+        assert type(key_ball._line_tensor(heads, 1.0, "cpu")) is not Tensor
+    assert type(key_ball._line_tensor(heads, 1.0, "cpu")) is Tensor
+    module, x = lf.Contractive(layer(causal=True, max_len=7), norm="l2"), tokens()
+    torch.func.jvp(module, (x,), (x,))
+    assert bool(module(x).isfinite().all())
