@@ -288,7 +288,7 @@ def certify(
     check_seq_len(seq_len)
     if at is None and radius is None:
         return answer(module, Ask(norm, seq_len))
-    if not isinstance(at, Tensor) or radius is None or not 0.0 < radius < math.inf:
+    if not isinstance(at, Tensor) or not isinstance(radius, (int, float)) or not 0.0 < radius < math.inf:
         raise ValueError(
             "a certificate around an input needs both at, a tensor of samples, and radius, positive and "
             f"finite; got at of type {type(at).__name__} and radius={radius!r}"

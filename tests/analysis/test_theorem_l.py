@@ -95,10 +95,13 @@ def terms_of(mask: str, eta: float) -> tuple[Tensor, Tensor | None, Terms, Tenso
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_no_weight_passes_its_cap(mask: str) -> None:
-    closest = 0.0
+    closest, caught = 0.0, False
     for eta in (1e-3, 0.1, 1.0, 8.0):
         z, bias, terms, radius = terms_of(mask, eta)
         caps = weight_caps(terms, radius)
+        # Negative control: A without the part of the other keys, a tenth lower.
+        apart = terms.spreads.square() + (1 - terms.weights).square() * terms.distances.square()
+        wrong = weight_caps(terms._replace(steepness=0.9 * apart.sqrt()), radius)
         for i, j in ((0, 0), (4, 1), (5, 5), (3, 7)):
             if not bool(terms.allowed[0, i, j]):
                 continue
@@ -108,9 +111,11 @@ def test_no_weight_passes_its_cap(mask: str) -> None:
 
             found = ascend(weight, torch.randn_like(z), radius).exp()
             assert bool((found <= caps[:, i, j] * (1 + 1e-9) + 1e-280).all()), (eta, i, j)
+            caught = caught or bool((found > wrong[:, i, j] * (1 + 1e-6) + 1e-280).any())
             moved = found > 1.02 * terms.weights[:, i, j]
             closest = max(closest, *(found / caps[:, i, j])[moved].tolist(), 0.0)
     assert closest > 0.9  # nearly reached: caps 10% lower would be passed
+    assert caught
 
 
 def slope_along(z: Tensor, bias: Tensor | None, e: Tensor, h: float = 1e-4) -> Tensor:

@@ -105,8 +105,8 @@ def test_gains_are_those_of_theorem_g() -> None:
 
 
 def test_entries_of_the_table_are_proved_again() -> None:
-    ratios = verify(stride=149)
-    assert len(ratios) > 20
+    ratios = verify(stride=331)
+    assert len(ratios) > 10
     assert all(0.999 < ratio <= 1 for ratio in ratios)
 
 

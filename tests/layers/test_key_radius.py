@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lipformer as lf
 from lipformer.functional import l2_gain
+from lipformer.layers.attention import key_ball
 from lipformer.layers.attention.key_ball import bounded, push_bounded
 from tests.layers.battery import scrambled
 from tests.oracles import dense_jacobian, l2_attention_oracle
@@ -117,7 +119,7 @@ def test_what_has_no_proof_is_refused() -> None:
     for options in ({"causal": True}, {"causal": False, "any_mask": True}):
         with pytest.raises(lf.NotCertifiable, match="grows with the number of tokens"):
             lf.certify(layer(max_len=None, **options))
-    for radius in (0.0, -1.0, math.inf, math.nan):
+    for radius in (0.0, -1.0, math.inf, math.nan, "1"):
         with pytest.raises(ValueError, match="key_radius must be None or positive and finite"):
             lf.L2MultiheadAttention(D, H, key_radius=radius)
 
@@ -240,3 +242,40 @@ def test_extreme_radii_and_temperatures_stay_finite() -> None:
         assert bool(out.isfinite().all())
         assert math.isfinite(lf.certify(attention).bound)
         assert all(bool(p.grad.isfinite().all()) for p in attention.parameters())
+
+
+@pytest.mark.parametrize("size", [math.nan, math.inf])
+def test_a_radius_that_is_no_number_is_seen_and_not_certified(size: float) -> None:
+    module = lf.Contractive(layer(causal=False), norm="l2")
+    with torch.no_grad():
+        module.module.log_key_radius.fill_(size)
+    assert bool(module(tokens()).isnan().any())
+    with pytest.raises(lf.NotCertifiable, match="log_key_radius.* not finite"):
+        lf.certify(module)
+
+
+def test_a_baked_layer_is_one_of_its_kind_and_keeps_its_ball_in_half_precision() -> None:
+    x = tokens(torch.float16)
+    x[:, 0] = 0.0
+    for size in (-8.0, 0.0, 12.0):
+        attention = layer(dtype=torch.float32, causal=False)
+        with torch.no_grad():
+            attention.log_key_radius.fill_(size)
+        baked = lf.bake(attention)
+        other = layer(dtype=torch.float32, causal=False)
+        other.load_state_dict(baked.state_dict())
+        assert torch.equal(other(x.float())[0], attention(x.float())[0])
+        half = copy.deepcopy(baked).half()
+        assert bool(half(x)[0].isfinite().all())
+        assert lf.certify(half).bound == pytest.approx(lf.certify(attention).bound, rel=0.02)
+
+
+def test_a_trace_leaves_no_stand_ins_behind() -> None:
+    heads = (((("l2", 5.0, "causal", 0.0),), 2.0),)
+    key_ball._lines(heads, 1.0)  # as building Contractive does
+    with FakeTensorMode():  # what torch.export runs a module in
+        assert type(key_ball._line_tensor(heads, 1.0, "cpu")) is not Tensor
+    assert type(key_ball._line_tensor(heads, 1.0, "cpu")) is Tensor
+    module, x = lf.Contractive(layer(causal=True, max_len=7), norm="l2"), tokens()
+    torch.func.jvp(module, (x,), (x,))
+    assert bool(module(x).isfinite().all())

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lipformer.functional.gain.dense_bias import dense_log_mass
 from lipformer.functional.gain.interval import Interval
 from lipformer.functional.gain.lambertw import wright_omega, wright_omega_tensor
 from lipformer.functional.gain.rows import log_mass, spread
@@ -199,7 +200,7 @@ def token_gains(r: Tensor, most: float) -> Tensor:
 
     .. math:: \max_{\lambda \le \Lambda} \sqrt{1 + 4 \lambda (\tau - 1)} + 2 \sqrt{\Lambda \lambda}
     """
-    lam, tau, cap = _cells(r, most, 5 * _FINE)
+    lam, tau, cap = _cells(r, most, _FINE)
     root = (1 + 4 * lam * (tau - 1).top()).maximum(0.0).sqrt()
     gain: Tensor = (root + 2 * (cap * lam).sqrt()).high.amax(-1, keepdim=True)
     return gain
@@ -259,14 +260,18 @@ class Rows(NamedTuple):
         return lambda r, y: torch.minimum(full_column(r, y), column(r, y))
 
 
-def _gains(rows: Rows, r: Tensor, known: Tensor) -> Tensor:
+def _gains(
+    norm: str, log_b: float, column_of: Callable[[], Column | None], r: Tensor, known: Tensor
+) -> Tensor:
     """The bounds for radii r (K, 1); free numbers are searched for those in ``known`` alone."""
-    most = enlarge(spread(rows.log_mass))
-    if rows.norm == "token":
+    if log_b == -math.inf:
+        return torch.ones_like(r)  # every token sees itself alone
+    most = enlarge(spread(log_b))
+    if norm == "token":
         return token_gains(r, most)
-    if rows.norm == "self":
-        return self_gains(r, rows.log_mass)
-    column = rows.column()
+    if norm == "self":
+        return self_gains(r, log_b)
+    column = column_of()
     if column is None:
         return torch.full_like(r, math.inf)
     near = (r.log() - known.log().mT).abs().argmin(1)
@@ -274,36 +279,25 @@ def _gains(rows: Rows, r: Tensor, known: Tensor) -> Tensor:
     return theorem_f(r, (y[near], omega[near]), column, most, _FINE)
 
 
-@functools.lru_cache(maxsize=4096)
-def ball_gain(rows: Rows, r: float) -> float:
-    """Theorem F for one radius, without a dense bias."""
+def _gain(norm: str, log_b: float, column_of: Callable[[], Column | None], r: float) -> float:
     if r > LARGEST:
         return math.inf
     radius = torch.tensor([[r]], dtype=torch.float64)
-    return _gains(rows, radius, radius).item()
+    return _gains(norm, log_b, column_of, radius, radius).item()
+
+
+@functools.lru_cache(maxsize=4096)
+def ball_gain(rows: Rows, r: float) -> float:
+    """Theorem F for one radius, without a dense bias."""
+    return _gain(rows.norm, rows.log_mass, rows.column, r)
 
 
 def dense_ball_gain(b: Tensor, norm: str, r: float) -> float:
     """Theorem F for one radius under a bias (N, N) with own entries -inf."""
-    log_b = enlarged_log_mass(b)
-    radius = torch.tensor([[r]], dtype=torch.float64)
-    if r > LARGEST:
-        return math.inf
-    if log_b == -math.inf:
-        return 1.0
-    most = enlarge(spread(log_b))
-    if norm == "token":
-        return token_gains(radius, most).item()
-    if norm == "self":
-        return self_gains(radius, log_b).item()
-    column = bias_column(b)
-    return theorem_f(radius, search(radius, column, most), column, most, _FINE).item()
-
-
-def enlarged_log_mass(b: Tensor) -> float:
-    """ln B of a bias (N, N), rounded up."""
-    value = torch.logsumexp(b, dim=-1).max().item()
-    return value + 1e-12 * (1 + abs(value))
+    log_b = dense_log_mass(b)
+    if log_b > -math.inf:
+        log_b += 1e-12 * (1 + abs(log_b))  # for the rounding of the sum
+    return _gain(norm, log_b, functools.partial(bias_column, b), r)
 
 
 FIRST, STEP, KNOTS = math.log(0.1), 0.1, 49
@@ -323,7 +317,7 @@ def ball_knots(rows: Rows) -> tuple[float, ...]:
     fine = FIRST + STEP / _BETWEEN * torch.arange((KNOTS - 1) * _BETWEEN + 1, dtype=torch.float64)
     # For the rounding of logarithms, here and of the radius.
     r = (fine.exp() * (1 + 1e-9))[:, None]
-    bound = _gains(rows, r, r[::_BETWEEN])[:, 0]
+    bound = _gains(rows.norm, rows.log_mass, rows.column, r, r[::_BETWEEN])[:, 0]
     value = bound[::_BETWEEN]
     if not bool(value.isfinite().all()):
         return (math.inf,) * KNOTS

@@ -470,8 +470,10 @@ def bake_attention(
     root = layer.root()
     key = linear_of(layer.key_weight(root), layer.key_bias(root))
     out = linear_of(layer.read_out_weight(root, head_scale), layer.read_out_bias(head_scale))
-    if layer.bounds_keys:
-        layer.baked_curb, layer.log_key_radius = layer.curb(), None
+    log_radius = layer.log_radius()
+    if log_radius is not None:
+        del layer.log_key_radius
+        layer.register_buffer("log_key_radius", log_radius)
     if layer._balance is None:
         layer._balance = tuple(root.flatten().tolist())
     del layer.log_temperature

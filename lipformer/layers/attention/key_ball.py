@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lipformer.functional.gain.ball import FIRST, KNOTS, STEP, Rows, ball_knots
+from lipformer.functional.tracing import tracing
 
 
 def _total(y: Tensor, curb: Tensor, smooth: bool) -> tuple[Tensor, Tensor]:
@@ -59,18 +60,24 @@ def _lines(heads: tuple[Head, ...], factor: float) -> tuple[list[list[float]], l
     return constant, slope
 
 
+_held: dict[tuple[object, ...], Tensor] = {}
+
+
 def _line_tensor(heads: tuple[Head, ...], factor: float, device: str) -> Tensor:
     """(2, H, KNOTS + 1) in float64 on a device, copied there once; a constant for torch.compile."""
-    return _cached_lines(heads, factor, device)
+    key = heads, factor, device
+    if tracing() or key not in _held:
+        with torch.inference_mode(False):
+            made = torch.tensor(_lines(heads, factor), dtype=torch.float64, device=device)
+        if tracing() or type(made) is not Tensor:  # one of a transform's or of FakeTensorMode's own
+            return made
+        if len(_held) == 256:
+            _held.clear()
+        _held[key] = made
+    return _held[key]
 
 
 _line_tensor._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-@functools.lru_cache(maxsize=256)
-def _cached_lines(heads: tuple[Head, ...], factor: float, device: str) -> Tensor:
-    with torch.inference_mode(False):
-        return torch.tensor(_lines(heads, factor), dtype=torch.float64, device=device)
 
 
 def ball_gains(log_radius: Tensor, heads: tuple[Head, ...], factor: float, margin: float) -> Tensor:
@@ -89,7 +96,8 @@ def ball_gains(log_radius: Tensor, heads: tuple[Head, ...], factor: float, margi
     # The radius is its exponential, within a few units of float32.
     offset = math.log(margin * (1.0 + 1e-6) / math.sqrt(2.0)) - FIRST
     x = (log_radius.double() + offset) / STEP
-    cell = (x.detach().floor() + 1.0).clamp(0, KNOTS).long()
+    # A radius that is not a number gives such a gain, not an index that no cell has.
+    cell = (x.detach().floor() + 1.0).clamp(0, KNOTS).nan_to_num(0.0).long()
     a, b = lines.expand(2, len(x), -1).gather(2, cell[None, :, None].expand(2, -1, 1)).squeeze(2)
     most = lines[0, :, -1]
     return torch.minimum(torch.addcmul(a, b, x), most)

@@ -167,7 +167,6 @@ class L2MultiheadAttention(Layer):
     _qkv_same_embed_dim = False
     in_proj_bias = None
     in_proj_weight = _NoFastPath()
-    baked_curb: Tensor | None
 
     def __init__(
         self,
@@ -204,7 +203,8 @@ class L2MultiheadAttention(Layer):
             slopes=slopes,
             smooth_radius=smooth_radius,
         )
-        if key_radius is not None and not 0.0 < key_radius < math.inf:
+        number = isinstance(key_radius, (int, float)) and 0.0 < key_radius < math.inf
+        if key_radius is not None and not number:
             raise ValueError(f"key_radius must be None or positive and finite, got {key_radius!r}")
         self.embed_dim = embed_dim
         self.num_heads = num_heads
@@ -234,7 +234,6 @@ class L2MultiheadAttention(Layer):
         self.log_key_radius = (
             None if key_radius is None else nn.Parameter(torch.empty(num_heads, **place))
         )
-        self.register_buffer("baked_curb", None)
         self._balance: tuple[float, ...] | None = None
         self.constants = Constants()
         if positions == "alibi":
@@ -273,7 +272,7 @@ class L2MultiheadAttention(Layer):
     @property
     def bounds_keys(self) -> bool:
         """Whether it has a key_radius."""
-        return self.log_key_radius is not None or self.baked_curb is not None
+        return self.log_key_radius is not None
 
     def check_projections(self, refuse: Refuse = _refuse) -> None:
         """Raises for projections that are more than the weight and bias that the layer reads of them."""
@@ -490,16 +489,12 @@ class L2MultiheadAttention(Layer):
 
     def log_radius(self) -> Tensor | None:
         """ln of the radius sqrt(2 t_h) R_h of scaled keys, (H,) in at least float32, or None."""
-        if self.baked_curb is not None:
-            return -0.5 * self.baked_curb.to(self._wide()).log().squeeze(-1)
         if self.log_key_radius is None:
             return None
         return self.log_key_radius.to(self._wide()) + self._log_root()
 
     def curb(self) -> Tensor | None:
         """1 over the squared radius of scaled keys (H, 1), in at least float32, or None."""
-        if self.baked_curb is not None:
-            return self.baked_curb.to(self._wide())
         log_radius = self.log_radius()
         return None if log_radius is None else (-2.0 * log_radius).clamp(-68.0, 68.0).exp()[:, None]
 
