@@ -56,7 +56,13 @@ def _(module: nn.Linear, ask: Ask) -> Bound:
     coeff = None if ask.norm == "linf" else known_coefficient(module)
     if coeff is None or (not ask.in_forward and _rounded(module)):
         return linear_bound(module.weight, ask)
-    passage = partial(through, matrix=module.weight, known=coeff) if ask.follows else None
+    passage = None
+    # On other devices a pass through many layers derives their weights together, with other rounding.
+    if ask.follows and module.weight.device.type == "cpu":
+        weight = module.weight.detach()
+        # There, too, the factor may have another last digit.
+        error = 4.0 * torch.finfo(weight.dtype).eps * weight.double().norm()
+        passage = partial(through, matrix=weight, known=coeff, error=error)
     return Bound(coeff, "spectrally bounded weight", passage=passage)
 
 

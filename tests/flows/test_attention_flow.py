@@ -237,7 +237,7 @@ def test_the_flow_has_a_certificate() -> None:
     flow = made("set")
     bound = lf.certify(flow).bound
     parts = [lf.certify(block).bound for block in flow.blocks]
-    assert 0.9 * math.prod(parts) < bound <= math.prod(parts), "paths gain a little here"
+    assert 0.7 * math.prod(parts) < bound <= math.prod(parts), "paths gain a little here"
     jacobian = dense_jacobian(flow, events("set", batch=1))
     assert torch.linalg.matrix_norm(jacobian, 2).item() <= bound
 

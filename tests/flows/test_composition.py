@@ -115,12 +115,12 @@ class TestInvertibleSequential:
         assert stack.log_det_record.truncation_error is None
         assert copy.deepcopy(stack).log_det_record is None
 
-    def test_the_bound_is_the_product(self, stack: InvertibleSequential, x: Tensor) -> None:
+    def test_the_bound_is_at_most_the_product(self, stack: InvertibleSequential, x: Tensor) -> None:
         certificate = lf.certify(stack)
         product = 1.0
         for block in stack:
             product *= lf.certify(block).bound
-        assert certificate.bound == pytest.approx(product)
+        assert 0.9 * product < certificate.bound < product, "paths gain a little here"
         assert torch.linalg.matrix_norm(dense_jacobian(stack, x[:1]), 2).item() <= certificate.bound
         twice = InvertibleSequential(stack[1], stack[1])
         assert lf.certify(twice).bound == pytest.approx(lf.certify(stack[1]).bound ** 2)
