@@ -26,7 +26,8 @@ def test_logits_have_one_row_for_each_token(case: str) -> None:
     model, x = build(case), tokens(3, 13)
     assert model(x).shape == (3, 13, V)
     assert model.embed(x).shape == model.hidden(model.embed(x)).shape == (3, 13, D)
-    assert torch.equal(model(x), model.body(model.embed(x)))
+    # Norms of all layers at once or one by one: a factor may have another last digit.
+    torch.testing.assert_close(model(x), model.body(model.embed(x)), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("case", CASES)
