@@ -24,6 +24,7 @@ from lipformer.layers import (
     frozen,
     spectral_bound,
 )
+from lipformer.models import load_converted
 
 __version__ = "0.1.0"
 
@@ -52,6 +53,7 @@ __all__ = [
     "frozen",
     "functional",
     "layers",
+    "load_converted",
     "models",
     "register_bound",
     "spectral_bound",

@@ -65,7 +65,8 @@ def bounded(**options: Any) -> nn.Module:
 def encoder(**options: Any) -> nn.Module:
     """torch's encoder, converted."""
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-    return lf.convert_attention(nn.TransformerEncoder(layer, 1, enable_nested_tensor=False), **options)
+    model = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+    return lf.convert_attention(model, **options).model
 
 
 def weight() -> Tensor:
