@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import lipformer as lf
+from lipformer.layers.convert.hosts import HuggingFaceAttention
 from tests.gpu.case import DRAWN, Case, Spec, by_name, new, padding, tokens
 
 
@@ -25,6 +26,11 @@ def band_mask() -> Tensor:
     """attn_mask (N, N), added: keys three or more away hidden."""
     distance = (torch.arange(6)[:, None] - torch.arange(6)).abs()
     return torch.zeros(6, 6).masked_fill(distance > 2, -torch.inf)
+
+
+def shown() -> Tensor:
+    """attention_mask (B, 1, N, N) of Hugging Face: later and padded keys hidden."""
+    return ~padding()[:, None, None, :] & ~causal_mask()
 
 
 def cached(module: nn.Module, x: Tensor) -> Tensor:
@@ -173,6 +179,13 @@ LAYERS = by_name(
         Case(new(lf.Residual, CONTRACTIVE), named={"key_padding_mask": padding}),
         Case(new(lf.ConvexResidual, CONTRACTIVE), named={"key_padding_mask": padding}),
         Case(new(lf.TokenShift, 8), named={"key_padding_mask": padding}),
+        Case(
+            new(HuggingFaceAttention, attention(causal=True, value_proj=False), True),
+            named={"attention_mask": shown},
+        ),
+        Case(
+            new(HuggingFaceAttention, attention(any_mask=True), False), named={"attention_mask": shown}
+        ),
         *(
             Case(spec, call=call, trains=call is while_frozen)
             for call in (cached, while_frozen, baked, certified)
