@@ -21,6 +21,7 @@ from lipformer.layers import (
     TokenShift,
     bake,
     convert_attention,
+    distill_attention,
     frozen,
     spectral_bound,
 )
@@ -48,6 +49,7 @@ __all__ = [
     "bake",
     "certify",
     "convert_attention",
+    "distill_attention",
     "estimate_lipschitz",
     "flows",
     "frozen",

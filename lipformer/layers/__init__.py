@@ -7,6 +7,7 @@ from lipformer.layers.attention.multihead import L2MultiheadAttention
 from lipformer.layers.branch import Call
 from lipformer.layers.contractive import Contractive
 from lipformer.layers.convert.conversion import Conversion, convert_attention
+from lipformer.layers.convert.distill import Distillation, distill_attention
 from lipformer.layers.decoding import register_step, step_module
 from lipformer.layers.feed_forward import FeedForward
 from lipformer.layers.freezing import frozen
@@ -25,6 +26,7 @@ __all__ = [
     "Contractive",
     "Conversion",
     "ConvexResidual",
+    "Distillation",
     "FeedForward",
     "KeyCache",
     "L2MultiheadAttention",
@@ -37,6 +39,7 @@ __all__ = [
     "TokenShift",
     "bake",
     "convert_attention",
+    "distill_attention",
     "frozen",
     "register_bake",
     "register_own_token",

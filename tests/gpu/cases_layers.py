@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -68,11 +69,21 @@ def bounded(**options: Any) -> nn.Module:
     return lf.spectral_bound(nn.Linear(8, 8), **options)
 
 
+def dot_product() -> nn.Module:
+    """torch's encoder."""
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+
+
 def encoder(**options: Any) -> nn.Module:
     """torch's encoder, converted."""
-    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-    model = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
-    return lf.convert_attention(model, **options).model
+    return lf.convert_attention(dot_product(), **options).model
+
+
+def distilled(module: nn.Module, x: Tensor) -> tuple[float, ...]:
+    """Two steps of each stage."""
+    model = lf.convert_attention(copy.deepcopy(module)).model
+    return lf.distill_attention(model, module, [x], steps=(2, 2)).losses
 
 
 def weight() -> Tensor:
@@ -179,6 +190,7 @@ LAYERS = by_name(
         Case(new(lf.Residual, CONTRACTIVE), named={"key_padding_mask": padding}),
         Case(new(lf.ConvexResidual, CONTRACTIVE), named={"key_padding_mask": padding}),
         Case(new(lf.TokenShift, 8), named={"key_padding_mask": padding}),
+        Case(new(dot_product), call=distilled, trains=False),
         Case(
             new(HuggingFaceAttention, attention(causal=True, value_proj=False), True),
             named={"attention_mask": shown},

@@ -51,7 +51,7 @@ class Conversion:
         return "\n".join([head, *(f"{path:<{width}}  {what}" for path, what in rows)])
 
 
-class _Site(NamedTuple):
+class Site(NamedTuple):
     """A module, its path, and the modules above it, nearest first."""
 
     path: str
@@ -118,14 +118,14 @@ def replace_attention(model: nn.Module, options: Mapping[str, Any], start: bool 
         raise ValueError(f"{', '.join(fixed)} is taken from each layer and cannot be given")
     done: dict[nn.Module, tuple[Parts, nn.Module]] = {}
     sites, left = {}, {}
-    for site in _attentions(model):
+    for site in attention_sites(model):
         path, layer = site.path or "(all)", site.module
         try:
             if layer not in done:
-                parts = _parts(site)
+                parts = attention_parts(site)
                 done[layer] = parts, _converted(layer, parts, options, start)
             sites[path] = site
-        except _Left as reason:
+        except Left as reason:
             left[path] = str(reason)
     if not sites:
         listed = "".join(f"\n  {path}: {reason}" for path, reason in left.items())
@@ -149,13 +149,13 @@ def replace_attention(model: nn.Module, options: Mapping[str, Any], start: bool 
     return Conversion(model, {path: kind_of(site.module) for path, site in sites.items()}, left)
 
 
-class _Left(Exception):
+class Left(Exception):
     """Why a layer is left as it is."""
 
 
-def _attentions(model: nn.Module) -> Iterator[_Site]:
+def attention_sites(model: nn.Module) -> Iterator[Site]:
     """Every module known as attention, or called so and made of none; each use of a shared one."""
-    sites = [*_walk(_Site("", model, ()))]
+    sites = [*_walk(Site("", model, ()))]
     for i, site in enumerate(sites):
         inside = f"{site.path}." if site.path else ""
         nested = any(other.path.startswith(inside) for other in sites[i + 1 :])
@@ -163,7 +163,7 @@ def _attentions(model: nn.Module) -> Iterator[_Site]:
             yield site
 
 
-def _walk(site: _Site) -> Iterator[_Site]:
+def _walk(site: Site) -> Iterator[Site]:
     if isinstance(site.module, (L2MultiheadAttention, HostedAttention)):
         return
     if known(site.module) is not None or "attention" in type(site.module).__name__.lower():
@@ -172,31 +172,31 @@ def _walk(site: _Site) -> Iterator[_Site]:
         for name, child in site.module._modules.items():
             if child is not None:
                 path = f"{site.path}.{name}".lstrip(".")
-                yield from _walk(_Site(path, child, (site.module, *site.above)))
+                yield from _walk(Site(path, child, (site.module, *site.above)))
 
 
-def _parts(site: _Site) -> Parts:
-    """The parts of an attention layer."""
+def attention_parts(site: Site) -> Parts:
+    """The parts of an attention layer; ``Left`` if it cannot be converted."""
     layer, read = site.module, known(site.module)
     if site.name in _CROSS or "cross" in type(layer).__name__.lower():
-        raise _Left("cross-attention")
+        raise Left("cross-attention")
     if read is None:
-        raise _Left(f"{type(layer).__module__}.{type(layer).__name__} is not known")
+        raise Left(f"{type(layer).__module__}.{type(layer).__name__} is not known")
     for part in layer.modules():
         hooks = (*part._forward_pre_hooks.values(), *part._forward_hooks.values())
         # Those of transformers record what passes, and no more.
         if any(not (h.__module__ or "").startswith("transformers.") for h in hooks):
-            raise _Left("it has hooks, which would be lost")
+            raise Left("it has hooks, which would be lost")
         if "forward" in vars(part):
-            raise _Left("its forward was replaced on the instance")
+            raise Left("its forward was replaced on the instance")
     try:
         parts = read(layer, site.above)
         weights = [linear_map(linear)[0] for linear in (*parts.qkv, parts.out)]
     except ValueError as reason:
-        raise _Left(str(reason)) from reason
+        raise Left(str(reason)) from reason
     width, out = weights[0].shape[0], weights[-1].shape[1]
     if width % parts.heads or out != width or any(w.shape[0] != width for w in weights[:-1]):
-        raise _Left(f"it maps {width} features to {out} with {parts.heads} heads")
+        raise Left(f"it maps {width} features to {out} with {parts.heads} heads")
     return parts
 
 

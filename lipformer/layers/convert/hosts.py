@@ -116,11 +116,12 @@ class HostedAttention(Layer):
         """
         attn_mask: Tensor | None = None
         sure: Tensor | None = None
+        first = past is None or not past.shape[-2]
         if mask is not None:
             shown = visible(mask, x.shape[1])
             found, fits = padding_of(shown, causal)
             readable = values_readable(fits)
-            if self.attention.any_mask and past is None and not (readable and bool(fits)):
+            if self.attention.any_mask and first and not (readable and bool(fits)):
                 found, attn_mask, fits = hidden_of(shown)
                 sizes = (x.shape[0], self.attention.num_heads, -1, -1)
                 attn_mask, causal = attn_mask.expand(sizes).flatten(0, 1), False
@@ -136,11 +137,14 @@ class HostedAttention(Layer):
                     "hides keys but never a token's own"
                 )
         new: Tensor | None = None
-        if past is None:
+        if first:
             out: Tensor = self.attention(
                 x, key_padding_mask=padding, need_weights=False, attn_mask=attn_mask, is_causal=causal
             )[0]
+            if past is not None:
+                new = self.attention._keys(self.attention._batched(x, padding)[0], 0).y
         else:
+            assert past is not None
             out, new = self._step(x, padding, past)
         if sure is not None:
             # Without a look at the mask's values: what is not covered gives no finite output.
@@ -159,9 +163,7 @@ class HostedAttention(Layer):
             raise ValueError(
                 f"the mask covers {padding.shape[-1]} tokens, {before} in the cache and {new} new"
             )
-        old = None
-        if before:
-            old = KeyCache(past, before, None if padding is None else padding[:, :before])
+        old = KeyCache(past, before, None if padding is None else padding[:, :before])
         out, cache = self.attention.step(x, old, None if padding is None else padding[:, before:])
         return out, cache.keys[..., before:, :]
 
