@@ -21,9 +21,11 @@ from lipformer.layers import (
     TokenShift,
     bake,
     convert_attention,
+    distill_attention,
     frozen,
     spectral_bound,
 )
+from lipformer.models import load_converted
 
 __version__ = "0.1.0"
 
@@ -47,11 +49,13 @@ __all__ = [
     "bake",
     "certify",
     "convert_attention",
+    "distill_attention",
     "estimate_lipschitz",
     "flows",
     "frozen",
     "functional",
     "layers",
+    "load_converted",
     "models",
     "register_bound",
     "spectral_bound",

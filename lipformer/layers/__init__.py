@@ -6,7 +6,8 @@ from lipformer.layers.attention.key_cache import KeyCache
 from lipformer.layers.attention.multihead import L2MultiheadAttention
 from lipformer.layers.branch import Call
 from lipformer.layers.contractive import Contractive
-from lipformer.layers.convert import convert_attention
+from lipformer.layers.convert.conversion import Conversion, convert_attention
+from lipformer.layers.convert.distill import Distillation, distill_attention
 from lipformer.layers.decoding import register_step, step_module
 from lipformer.layers.feed_forward import FeedForward
 from lipformer.layers.freezing import frozen
@@ -23,7 +24,9 @@ __all__ = [
     "Call",
     "CenterNorm",
     "Contractive",
+    "Conversion",
     "ConvexResidual",
+    "Distillation",
     "FeedForward",
     "KeyCache",
     "L2MultiheadAttention",
@@ -36,6 +39,7 @@ __all__ = [
     "TokenShift",
     "bake",
     "convert_attention",
+    "distill_attention",
     "frozen",
     "register_bake",
     "register_own_token",

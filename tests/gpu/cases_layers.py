@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import lipformer as lf
+from lipformer.layers.convert.hosts import HuggingFaceAttention
 from tests.gpu.case import DRAWN, Case, Spec, by_name, new, padding, tokens
 
 
@@ -25,6 +27,11 @@ def band_mask() -> Tensor:
     """attn_mask (N, N), added: keys three or more away hidden."""
     distance = (torch.arange(6)[:, None] - torch.arange(6)).abs()
     return torch.zeros(6, 6).masked_fill(distance > 2, -torch.inf)
+
+
+def shown() -> Tensor:
+    """attention_mask (B, 1, N, N) of Hugging Face: later and padded keys hidden."""
+    return ~padding()[:, None, None, :] & ~causal_mask()
 
 
 def cached(module: nn.Module, x: Tensor) -> Tensor:
@@ -62,10 +69,21 @@ def bounded(**options: Any) -> nn.Module:
     return lf.spectral_bound(nn.Linear(8, 8), **options)
 
 
+def dot_product() -> nn.Module:
+    """torch's encoder."""
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+
+
 def encoder(**options: Any) -> nn.Module:
     """torch's encoder, converted."""
-    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-    return lf.convert_attention(nn.TransformerEncoder(layer, 1, enable_nested_tensor=False), **options)
+    return lf.convert_attention(dot_product(), **options).model
+
+
+def distilled(module: nn.Module, x: Tensor) -> tuple[float, ...]:
+    """Two steps of each stage."""
+    model = lf.convert_attention(copy.deepcopy(module)).model
+    return lf.distill_attention(model, module, [x], steps=(2, 2)).losses
 
 
 def weight() -> Tensor:
@@ -172,6 +190,14 @@ LAYERS = by_name(
         Case(new(lf.Residual, CONTRACTIVE), named={"key_padding_mask": padding}),
         Case(new(lf.ConvexResidual, CONTRACTIVE), named={"key_padding_mask": padding}),
         Case(new(lf.TokenShift, 8), named={"key_padding_mask": padding}),
+        Case(new(dot_product), call=distilled, trains=False),
+        Case(
+            new(HuggingFaceAttention, attention(causal=True, value_proj=False), True),
+            named={"attention_mask": shown},
+        ),
+        Case(
+            new(HuggingFaceAttention, attention(any_mask=True), False), named={"attention_mask": shown}
+        ),
         *(
             Case(spec, call=call, trains=call is while_frozen)
             for call in (cached, while_frozen, baked, certified)

@@ -25,8 +25,8 @@ from tests.gpu.results import results
 PACKAGES = (layers, flows, models, certificate, functional, analysis, lf)
 # Functions that hold no tensor, register a rule, or need another library.
 ELSEWHERE = {
-    "conv_bound", "debug_checks", "lambert_w0", "register_bake", "register_bound", "register_own_token",
-    "register_perturbation", "register_step", "register_token_wise", "row_spread",
+    "conv_bound", "debug_checks", "lambert_w0", "load_converted", "register_bake", "register_bound",
+    "register_own_token", "register_perturbation", "register_step", "register_token_wise", "row_spread",
     "supports_causal", "times", "to_freia", "to_normflows", "to_nflows", "to_pyro", "to_zuko",
     "weighted_sum",
 }  # fmt: skip

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import lipformer as lf
-from lipformer.layers.convert import tied_projection, value_map
+from lipformer.layers.convert.start import tied_projection, value_map
 
 B, N, D, H = 2, 7, 12, 3
 pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning")
@@ -66,7 +66,7 @@ def test_what_l2_attention_can_express_is_kept(value_proj: bool) -> None:
         layer.out_proj.bias.normal_()
         x = nn.functional.normalize(x.unflatten(-1, (H, -1)), dim=-1).flatten(-2)
         expected, weights = layer(x, x, x)
-        new = lf.convert_attention(layer, value_proj=value_proj)
+        new = lf.convert_attention(layer, value_proj=value_proj).model
         out, new_weights = new(x, x, x)
     assert (new_weights - weights).abs().max() <= 1e-9
     assert (out - expected).abs().max() <= 1e-9
@@ -79,7 +79,7 @@ def test_the_start_is_nearer_than_a_fresh_layer(value_proj: bool) -> None:
     layer.in_proj_weight[D : 2 * D] += layer.in_proj_weight[:D]
     x = torch.randn(8, N, D, dtype=torch.float64)
     expected = layer(x, x, x)[0]
-    new = lf.convert_attention(layer, value_proj=value_proj)
+    new = lf.convert_attention(layer, value_proj=value_proj).model
     fresh = lf.L2MultiheadAttention(D, H, batch_first=True, value_proj=value_proj).double()
 
     def distance(other: nn.Module) -> Tensor:
@@ -92,7 +92,9 @@ def test_encoders_at_any_depth_are_converted_and_run() -> None:
     layer = nn.TransformerEncoderLayer(D, H, 24, dropout=0.1, batch_first=True)
     model = nn.ModuleDict({"a": nn.Sequential(nn.TransformerEncoder(layer, 2)), "b": nn.Linear(D, D)})
     model.eval()
-    assert lf.convert_attention(model) is model
+    done = lf.convert_attention(model)
+    assert done.model is model
+    assert list(done.converted) == ["a.0.layers.0.self_attn", "a.0.layers.1.self_attn"]
     found = [part for part in model.modules() if isinstance(part, lf.L2MultiheadAttention)]
     assert len(found) == 2
     assert not any(isinstance(part, nn.MultiheadAttention) for part in model.modules())
@@ -110,7 +112,7 @@ def test_encoders_at_any_depth_are_converted_and_run() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_dtype_and_bias_are_kept(dtype: torch.dtype) -> None:
     layer = nn.MultiheadAttention(D, H, bias=False, dtype=dtype).train()
-    new = lf.convert_attention(layer, causal=True, positions="alibi")
+    new = lf.convert_attention(layer, causal=True, positions="alibi").model
     assert isinstance(new, lf.L2MultiheadAttention)
     assert {p.dtype for p in new.parameters()} == {dtype}
     assert new.out_proj.bias is None
@@ -121,8 +123,8 @@ def test_dtype_and_bias_are_kept(dtype: torch.dtype) -> None:
 
 def test_a_projection_bound_is_made_up_for_by_the_temperature() -> None:
     layer = attention()
-    free = lf.convert_attention(layer)
-    bounded = lf.convert_attention(layer, proj_coeff=0.5)
+    free = lf.convert_attention(layer).model
+    bounded = lf.convert_attention(layer, proj_coeff=0.5).model
     x = torch.randn(B, N, D, dtype=torch.float64)
     assert (free(x)[1] - bounded(x)[1]).abs().max() <= 1e-9
     assert lf.certify(bounded, seq_len=N).bound < lf.certify(free, seq_len=N).bound
@@ -130,7 +132,7 @@ def test_a_projection_bound_is_made_up_for_by_the_temperature() -> None:
 
 def test_a_shared_layer_stays_shared() -> None:
     one = attention()
-    model = lf.convert_attention(nn.ModuleList([one, one]))
+    model = lf.convert_attention(nn.ModuleList([one, one])).model
     assert isinstance(model, nn.ModuleList)
     assert model[0] is model[1]
     assert isinstance(model[0], lf.L2MultiheadAttention)
@@ -138,24 +140,69 @@ def test_a_shared_layer_stays_shared() -> None:
 
 def test_cross_attention_is_left_and_named() -> None:
     model = nn.Transformer(D, H, 1, 2, 24, batch_first=True)
-    left = r"left as dot-product attention: decoder.layers.0.multihead_attn \(cross-attention\)"
-    with pytest.warns(UserWarning, match=left):
-        lf.convert_attention(model)
+    done = lf.convert_attention(model)
+    names = [f"decoder.layers.{i}.multihead_attn" for i in range(2)]
+    assert done.left == dict.fromkeys(names, "cross-attention")
+    assert str(done).splitlines()[:2] == [
+        "3 of 5 attention layers converted",
+        "encoder.layers.0.self_attn       MultiheadAttention -> L2MultiheadAttention",
+    ]
+    assert str(done).endswith("decoder.layers.1.multihead_attn  left: cross-attention")
     kinds = [type(part).__name__ for part in model.modules() if "Multihead" in type(part).__name__]
     assert sorted(kinds) == ["L2MultiheadAttention"] * 3 + ["MultiheadAttention"] * 2
     assert model(torch.randn(B, N, D), torch.randn(B, 4, D)).shape == (B, 4, D)
 
 
-def test_keys_of_another_width_or_of_their_own_are_left_and_named() -> None:
-    model = nn.ModuleDict({"wide": attention(kdim=5, vdim=5), "extra": attention(add_zero_attn=True)})
-    with pytest.warns(UserWarning, match=r"wide \(cross-attention\), extra \(it adds keys of its own\)"):
-        lf.convert_attention(model)
-    with pytest.raises(ValueError, match="cannot be converted: it adds keys"):
-        lf.convert_attention(attention(add_bias_kv=True))
+class OwnForward(nn.MultiheadAttention):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
 
 
-def test_sizes_are_taken_from_the_layers() -> None:
+class NewAttention(nn.Module):
+    """Of a kind that nobody knows."""
+
+
+def hooked() -> nn.Module:
+    layer = attention()
+    layer.register_forward_hook(lambda *args: None)
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("layer", "reason"),
+    [
+        (attention(kdim=5, vdim=5), "cross-attention"),
+        (attention(add_zero_attn=True), "it adds keys of its own"),
+        (attention(add_bias_kv=True), "it adds keys of its own"),
+        (OwnForward(D, H), "its forward is its own"),
+        (hooked(), "it has hooks, which would be lost"),
+        (NewAttention(), "NewAttention is not known"),
+    ],
+    ids=lambda given: given if isinstance(given, str) else "",
+)
+def test_what_cannot_be_converted_is_left_and_zero_is_an_error(layer: nn.Module, reason: str) -> None:
+    model = nn.ModuleDict({"odd": layer, "plain": attention()})
+    before = layer.state_dict()
+    done = lf.convert_attention(model)
+    assert list(done.converted) == ["plain"]
+    assert done.left["odd"].endswith(reason)
+    assert model["odd"] is layer
+    assert layer.state_dict().keys() == before.keys()
+    with pytest.raises(ValueError, match=rf"no attention of .* can be converted.*\n  .*: .*{reason}"):
+        lf.convert_attention(nn.ModuleDict({"odd": layer}))
+
+
+def test_no_attention_at_all_is_an_error_that_says_so() -> None:
+    with pytest.raises(ValueError, match="no attention of Linear .* found no module that is called att"):
+        lf.convert_attention(nn.Linear(3, 3))
+    with pytest.raises(ValueError, match="found no module"):  # all are converted already
+        lf.convert_attention(lf.convert_attention(nn.TransformerEncoderLayer(D, H)).model)
+
+
+def test_a_wrong_option_changes_nothing() -> None:
+    layer = nn.TransformerEncoderLayer(D, H)
     with pytest.raises(ValueError, match="num_heads is taken from each layer"):
-        lf.convert_attention(attention(), num_heads=2)
-    model = nn.Linear(3, 3)  # no attention
-    assert lf.convert_attention(model) is model
+        lf.convert_attention(layer, num_heads=2)
+    with pytest.raises(ValueError, match="positions must be"):
+        lf.convert_attention(layer, positions="none")
+    assert isinstance(layer.self_attn, nn.MultiheadAttention)

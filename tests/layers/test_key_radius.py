@@ -214,7 +214,7 @@ def test_flows_and_models_have_it() -> None:
 def test_conversion_and_measures() -> None:
     torch.manual_seed(0)
     converted = lf.convert_attention(nn.MultiheadAttention(D, H, batch_first=True), key_radius=3.0)
-    assert converted.bounds_keys
+    assert converted.model.bounds_keys
     attention = layer(causal=False, dtype=torch.float64)
     x = tokens()[0]
     found = lf.analysis.measure_attention(attention, x, torch.ones(N, dtype=torch.float64))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers as hf
 from torch import nn
 
 import lipformer as lf
@@ -24,23 +22,24 @@ def torch_encoder(norm_first: bool) -> nn.TransformerEncoder:
     return encoder
 
 
-def bert(encoder: nn.TransformerEncoder) -> Any:
-    """The same post-norm layers under the names of Hugging Face's BERT."""
-    layers = []
-    for layer in encoder.layers:
-        mha, own = layer.self_attn, []
-        for weight, bias in zip(mha.in_proj_weight.chunk(3), mha.in_proj_bias.chunk(3), strict=True):
-            part = nn.Linear(16, 16)
+def bert(encoder: nn.TransformerEncoder) -> hf.BertModel:
+    """The same post-norm layers in Hugging Face's BERT."""
+    sizes = {"hidden_size": 16, "num_attention_heads": 4, "intermediate_size": 24, "vocab_size": 5}
+    model = hf.BertModel(hf.BertConfig(num_hidden_layers=2, layer_norm_eps=1e-5, **sizes))
+    for theirs, layer in zip(model.encoder.layer, encoder.layers, strict=True):
+        mha, own = layer.self_attn, theirs.attention.self
+        for i, part in enumerate((own.query, own.key, own.value)):
+            weight, bias = mha.in_proj_weight.chunk(3)[i], mha.in_proj_bias.chunk(3)[i]
             part.load_state_dict({"weight": weight, "bias": bias})
-            own.append(part)
-        attention = SimpleNamespace(
-            self=SimpleNamespace(query=own[0], key=own[1], value=own[2], num_attention_heads=4),
-            output=SimpleNamespace(dense=mha.out_proj, LayerNorm=layer.norm1),
-        )
-        output = SimpleNamespace(dense=layer.linear2, LayerNorm=layer.norm2)
-        intermediate = SimpleNamespace(dense=layer.linear1)
-        layers.append(SimpleNamespace(attention=attention, output=output, intermediate=intermediate))
-    return SimpleNamespace(encoder=SimpleNamespace(layer=layers))
+        for part, same in (
+            (theirs.attention.output.dense, mha.out_proj),
+            (theirs.attention.output.LayerNorm, layer.norm1),
+            (theirs.intermediate.dense, layer.linear1),
+            (theirs.output.dense, layer.linear2),
+            (theirs.output.LayerNorm, layer.norm2),
+        ):
+            part.load_state_dict(same.state_dict())
+    return model
 
 
 @pytest.mark.parametrize("norm_first", [True, False])
@@ -50,7 +49,7 @@ def test_the_trunk_is_the_converted_encoder(norm_first: bool) -> None:
     assert model(torch.tensor([[0, 1, 2]])).shape == (1, 3, 5)
     attention = next(m for m in model.modules() if isinstance(m, lf.L2MultiheadAttention))
     options = {"causal": True, "positions": "alibi", "slopes": attention.slopes}
-    plain = lf.convert_attention(encoder, **options).eval()
+    plain = lf.convert_attention(encoder, **options).model.eval()
     x = torch.randn(2, 8, 16)
     expected = x
     for layer in plain.layers:

@@ -18,6 +18,7 @@ from lipformer.analysis.maps import (
     torch_heads,
 )
 from lipformer.functional.attention.maps import AttentionMaps
+from lipformer.layers.convert.foreign import linear_map
 from lipformer.models.causal_attention import DotProductAttention, causal_bias
 
 SUPPORTED = (
@@ -95,31 +96,23 @@ def heads_of(site: Site) -> Heads | AttentionMaps:
     if kind == "lipformer":
         parts = [*module.qkv.weight.mT.chunk(3, -1)], [*module.qkv.bias.chunk(3)], module.num_heads
         scale = float(module.head_dim**-0.5)
-        return split_heads(*parts, *_linear(module.out), scale, True, module.positions == "rotary")
+        return split_heads(*parts, *linear_map(module.out), scale, True, module.positions == "rotary")
     if kind == "maps":
         return attention_maps(module)
     if kind == "gpt2":
         if hasattr(module, "q_attn"):
             raise ValueError(f"{site.name} is cross-attention")
-        weight, bias = _linear(module.c_attn)
+        weight, bias = linear_map(module.c_attn)
         biases = split_qkv_bias(bias)
-        out, heads = _linear(module.c_proj), module.num_heads
+        out, heads = linear_map(module.c_proj), module.num_heads
         return split_heads([*weight.chunk(3, -1)], biases, heads, *out, _scale(module), True)
     named = ("query", "key", "value") if kind == "bert" else ("q_lin", "k_lin", "v_lin")
-    layers = [_linear(getattr(module, name)) for name in named]
+    layers = [linear_map(getattr(module, name)) for name in named]
     heads = module.num_attention_heads if kind == "bert" else module.n_heads
-    out = _linear(site.result if kind == "bert" else module.out_lin)
+    out = linear_map(site.result if kind == "bert" else module.out_lin)
     causal = bool(getattr(module, "is_causal", False))
     weights, biases = [w for w, _ in layers], [b for _, b in layers]
     return split_heads(weights, biases, heads, *out, _scale(module), causal)
-
-
-def _linear(layer: nn.Module) -> tuple[Tensor, Tensor | None]:
-    """Weight (in, out) and bias of a linear layer; transformers' Conv1D keeps (in, out) itself."""
-    weight: Any = layer.weight
-    if not weight.is_floating_point():  # quantized: the layer multiplies by other numbers
-        raise ValueError(f"a projection must have a floating-point weight, got {type(layer).__name__}")
-    return (weight if type(layer).__name__ == "Conv1D" else weight.mT), getattr(layer, "bias", None)
 
 
 def _scale(module: Any) -> float:
