@@ -54,7 +54,12 @@ class MarginModule(L.LightningModule):
     """
 
     def __init__(
-        self, model: nn.Module, eps: float, logit_scale: float, lr: float, weight_decay: float
+        self,
+        model: nn.Module,
+        eps: float,
+        logit_scale: float,
+        lr: float,
+        weight_decay: float = 0.0,
     ) -> None:
         super().__init__()
         self.model = model

@@ -53,15 +53,14 @@ def mixing(
 class SetModule(MarginModule):
     r"""Points with noisy labels to the logits of their true ones, trained with a margin.
 
-    An embedding of norm 1, then blocks of two convex residuals, one around the branch of the arm
-    (:func:`mixing`) and one around a feed-forward part of constant 1, then a linear head.
+    An embedding of norm 1, two convex residuals, one around the branch of the arm (:func:`mixing`) and
+    one around a feed-forward part of constant 1, and a linear head.
 
     Args:
         attention: the arm.
         points: of a set; is data.points.
         dim: width of a point's features.
         num_heads: of the attention.
-        num_layers: blocks.
         attention_weight: a in (1 - a) x + a f(x) around the arm's branch.
         feed_forward_weight: the same around the feed-forward part.
         temperature: t of the attention at the start.
@@ -69,7 +68,6 @@ class SetModule(MarginModule):
         eps: the radius that is trained for, in the l2 norm of a whole set.
         logit_scale: what logits are multiplied by in the loss.
         lr: largest learning rate of one cycle.
-        weight_decay: of linear weights.
     """
 
     model: nn.Sequential
@@ -80,27 +78,27 @@ class SetModule(MarginModule):
         points: int = 256,
         dim: int = 16,
         num_heads: int = 1,
-        num_layers: int = 1,
         attention_weight: float = 0.9,
         feed_forward_weight: float = 0.5,
-        temperature: float = 0.64,
+        temperature: float = 0.36,
         key_radius: float = 1.0,
         eps: float = 0.02,
         logit_scale: float = 50.0,
         lr: float = 1e-2,
-        weight_decay: float = 0.0,
     ) -> None:
         if not temperature > 0.0:
             raise BadInput(f"--model.temperature must be positive, got {temperature}")
-        steps: list[nn.Module] = [SpectralLinear(FEATURES, dim, mode="normalize")]
-        for _ in range(num_layers):
-            branch = mixing(attention, dim, num_heads, points, temperature, key_radius)
-            steps.append(ConvexResidual(branch, attention_weight))
-            steps.append(ConvexResidual(FeedForward(dim, 2 * dim), feed_forward_weight))
-        head = nn.Linear(dim, 2)
-        nn.init.normal_(head.weight, std=0.02)
-        nn.init.zeros_(head.bias)
-        super().__init__(nn.Sequential(*steps, head), eps, logit_scale, lr, weight_decay)
+        model = nn.Sequential(
+            SpectralLinear(FEATURES, dim, mode="normalize"),
+            ConvexResidual(
+                mixing(attention, dim, num_heads, points, temperature, key_radius), attention_weight
+            ),
+            ConvexResidual(FeedForward(dim, 2 * dim), feed_forward_weight),
+            nn.Linear(dim, 2),
+        )
+        super().__init__(model, eps, logit_scale, lr)
+        nn.init.normal_(self.head.weight, std=0.02)
+        nn.init.zeros_(self.head.bias)
         self.save_hyperparameters()
 
     @property
