@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import lightning as L
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from recipes.output import write_text
 
@@ -15,6 +16,28 @@ from recipes.output import write_text
 def count(module: nn.Module) -> int:
     """Trained numbers of a module."""
     return sum(p.numel() for p in module.parameters() if p.requires_grad)
+
+
+def draw_accuracy(radius: Tensor, attacked: dict[float, float], path: Path, unit: str) -> None:
+    """Accuracy against eps: the certified curve, and points of an attack.
+
+    Args:
+        radius: certified radii, any shape, on the CPU; 0 where an answer is wrong.
+        attacked: accuracy under attack for each eps.
+        path: of the picture.
+        unit: what eps is.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5, 3.4), layout="constrained")
+    axes = figure.subplots()
+    grid = torch.linspace(0.0, max(attacked), 200, dtype=torch.float64)
+    certified = [(radius.double() >= max(eps, 1e-12)).double().mean().item() for eps in grid.tolist()]
+    axes.plot(grid.tolist(), certified, label="certified")
+    axes.plot(list(attacked), list(attacked.values()), "o--", label="PGD attack")
+    axes.set(xlabel=unit, ylabel="accuracy", ylim=(0, 1))
+    axes.legend()
+    figure.savefig(path, dpi=150)
 
 
 class RunReport(L.Callback):

@@ -4,54 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
-import lightning as L
 import torch
-import torch.nn.functional as F
-from lightning.pytorch.utilities.types import OptimizerLRScheduler
-from torch import Tensor
+from torch import Tensor, nn
 
 import lipformer as lf
 from lipformer.analysis import certified_radius
 from lipformer.models import VisionTransformer, VisionTransformerConfig
+from recipes.margin import MarginModule, row_distances
 from recipes.vision.data import ImageData
-from recipes.vision.pgd import logit_margin
-from training.errors import BadInput
-from training.optimisers import adamw
 
 # Training images that a local gain is measured on.
 _MEASURED = 64
 
 
-def row_distances(weight: Tensor) -> Tensor:
-    r""":math:`\|w_i - w_j\|` of the rows of a matrix, (K, F) -> (K, K), with a gradient at zero too."""
-    square = (weight[:, None] - weight[None]).square().sum(-1)
-    # 1e-12 keeps the root of the diagonal's zeros differentiable.
-    return (square + 1e-12).sqrt()
-
-
-def add_margin(logits: Tensor, labels: Tensor, weight: Tensor, reach: float | Tensor) -> Tensor:
-    r"""Logits with the margin :math:`\|w_y - w_j\|\,r` added to each wrong class j.
-
-    If features move by at most r, the margin of class y over class j shrinks by at most that: whatever
-    loss is small on these logits is small on every perturbed image (Tsuzuku, Sato, Sugiyama 2018).
-
-    Args:
-        logits: (B, K).
-        labels: y, (B,).
-        weight: the head's, (K, F).
-        reach: r, the certified or assumed change of the features.
-    """
-    margin = row_distances(weight)[labels] * reach
-    return logits + margin.scatter(1, labels[:, None], 0.0)
-
-
-class VisionModule(L.LightningModule):
-    r"""A Vision Transformer, trained by cross-entropy on logits with a margin.
+class VisionModule(MarginModule):
+    """A Vision Transformer, trained by cross-entropy on logits with a margin.
 
     The reach is eps times the gain from image to features: for "l2" the certificate; for "dot_product",
     which has none, the median over some training images of the gain that their certified radius
-    (LoFAST) stands for, measured anew every ``gain_every`` steps. It rises from zero over the first half
-    of the run, since at its full size the best head would at first be zero.
+    (LoFAST) stands for, measured anew every ``gain_every`` steps.
 
     Args:
         config: the model; its image_size, channels, num_classes, mean and std are set by data.name.
@@ -62,6 +33,8 @@ class VisionModule(L.LightningModule):
         weight_decay: of linear weights.
     """
 
+    model: VisionTransformer
+
     def __init__(
         self,
         config: VisionTransformerConfig,
@@ -71,24 +44,22 @@ class VisionModule(L.LightningModule):
         lr: float = 1e-2,
         weight_decay: float = 0.0,
     ) -> None:
-        super().__init__()
         if isinstance(config, dict):  # a checkpoint holds plain values
             config = VisionTransformerConfig.from_dict(config)
+        super().__init__(VisionTransformer(config), eps, logit_scale, lr, weight_decay)
         self.save_hyperparameters(ignore="config")
         self.save_hyperparameters({"config": config.to_dict()})
-        self.eps, self.logit_scale, self.gain_every = eps, logit_scale, gain_every
-        self.lr, self.weight_decay = lr, weight_decay
-        self.model = VisionTransformer(config)
-        self.gain = 0.0
+        self.gain_every = gain_every
 
     @property
     def data(self) -> ImageData:
         """The Trainer's data module."""
         return self.trainer.datamodule  # type: ignore[attr-defined]
 
-    def forward(self, images: Tensor) -> Tensor:
-        """Logits: (B, C, H, W) -> (B, K)."""
-        return self.model(images)
+    @property
+    def head(self) -> nn.Linear:
+        """The last linear map, features to logits."""
+        return self.model.head
 
     def measured_gain(self) -> float:
         """The gain from images to the head's input that the loss reckons with."""
@@ -97,60 +68,12 @@ class VisionModule(L.LightningModule):
         images, _ = self.data.images("train", _MEASURED)
         return local_gain(self.model, images.to(self.device))
 
-    def on_train_start(self) -> None:
-        """Refuses to go on past the end of the plan that a checkpoint brought with it."""
-        rate = self.lr_schedulers()
-        assert isinstance(rate, torch.optim.lr_scheduler.OneCycleLR)
-        asked = int(self.trainer.estimated_stepping_batches)
-        if asked > rate.total_steps:
-            raise BadInput(
-                f"--ckpt_path: that run was planned for {rate.total_steps} steps, after which its "
-                f"learning rate is zero, got {asked} steps. A checkpoint finishes an interrupted run: "
-                f"give --trainer.max_steps {rate.total_steps}, or begin a longer run without it"
-            )
-
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Measures the gain now and then; that of "l2" depends on no weight."""
         local = self.model.config.variant == "dot_product"
         if self.gain == 0.0 or (local and self.global_step % self.gain_every == 0):
             self.gain = self.measured_gain()
             self.log("train/gain", self.gain)
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        """Cross-entropy of the logits with the margin."""
-        images, labels = batch
-        rise = min(1.0, 2.0 * self.global_step / self.trainer.estimated_stepping_batches)
-        reach = self.eps * rise * self.gain
-        logits = add_margin(self.model(images), labels, self.model.head.weight, reach)
-        loss = F.cross_entropy(self.logit_scale * logits, labels)
-        self.log("train/loss", loss)
-        return loss
-
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        """Accuracy, and accuracy with the margin (for "l2": certified accuracy at eps)."""
-        self._evaluate(batch, "val")
-
-    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        """The same on the test images."""
-        self._evaluate(batch, "test")
-
-    def _evaluate(self, batch: list[Tensor], stage: str) -> None:
-        images, labels = batch
-        logits = self.model(images)
-        self.gain = self.gain or self.measured_gain()
-        shifted = add_margin(logits, labels, self.model.head.weight, self.eps * self.gain)
-        for name, found in (("accuracy", logits), ("margin_accuracy", shifted)):
-            right = (logit_margin(found, labels) > 0).float().mean()
-            self.log(f"{stage}/{name}", right, prog_bar=True, batch_size=len(labels), sync_dist=True)
-
-    def configure_optimizers(self) -> OptimizerLRScheduler:
-        """AdamW with a rise and a cosine fall of the learning rate."""
-        optimiser = adamw(self.model, self.lr, self.weight_decay, (0.9, 0.99))
-        steps = int(self.trainer.estimated_stepping_batches)
-        # A tenth of the run; in very short ones more, since a rise of one step divides by zero in torch.
-        rise = min(0.9, max(0.1, 1.5 / steps))
-        rate = torch.optim.lr_scheduler.OneCycleLR(optimiser, self.lr, total_steps=steps, pct_start=rise)
-        return {"optimizer": optimiser, "lr_scheduler": {"scheduler": rate, "interval": "step"}}
 
 
 @torch.no_grad()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 from jsonargparse.typing import PositiveFloat, PositiveInt
@@ -13,10 +12,10 @@ import lipformer as lf
 from lipformer.analysis import certified_radius
 from lipformer.models import VisionTransformer
 from recipes.output import markdown, write_csv
-from recipes.report import RunReport, count
+from recipes.pgd import pgd_accuracy
+from recipes.report import RunReport, count, draw_accuracy
 from recipes.vision.data import ImageData
 from recipes.vision.module import VisionModule
-from recipes.vision.pgd import pgd_accuracy
 
 
 @dataclass(frozen=True)
@@ -73,23 +72,6 @@ def table_text(rows: list[Row]) -> str:
     return markdown(found)
 
 
-def draw(rows: list[Row], radius: Tensor, path: Path) -> None:
-    """Accuracy against eps: the certified curve, the attack's points, what lies between."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5, 3.4), layout="constrained")
-    axes = figure.subplots()
-    furthest = max(row.eps for row in rows)
-    grid = torch.linspace(0.0, furthest, 200, dtype=torch.float64)
-    certified = (radius.double()[None] >= grid.clamp_min(1e-12)[:, None]).double().mean(1)
-    axes.plot(grid.tolist(), certified.tolist(), label="certified")
-    places = [0.0, *(row.eps for row in rows)]
-    axes.plot(places, [rows[0].clean, *(row.pgd for row in rows)], "o--", label="PGD attack")
-    axes.set(xlabel="eps, l2 norm of pixels in [0, 1]", ylabel="accuracy", ylim=(0, 1))
-    axes.legend()
-    figure.savefig(path, dpi=150)
-
-
 class Report(RunReport):
     """After training: certifies and attacks the model on test images and writes what came out.
 
@@ -126,7 +108,9 @@ class Report(RunReport):
         attack = {"steps": self.attack_steps, "restarts": self.attack_restarts}
         rows = table(model, images, labels, radius, self.eps, **attack)
         write_csv(self.directory / "accuracy.csv", [asdict(row) for row in rows])
-        draw(rows, radius, self.directory / "accuracy.png")
+        attacked = {0.0: rows[0].clean, **{row.eps: row.pgd for row in rows}}
+        path = self.directory / "accuracy.png"
+        draw_accuracy(radius, attacked, path, "eps, l2 norm of pixels in [0, 1]")
         return self.text(rows, radius, model, data, updates, seconds)
 
     def text(

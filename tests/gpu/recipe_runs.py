@@ -31,6 +31,7 @@ from torch import Tensor
 
 import lipformer as lf
 import recipes.flows.__main__ as flows
+import recipes.sets.__main__ as sets
 import recipes.vision.__main__ as vision
 import training.__main__ as language
 from recipes.flows import report
@@ -38,7 +39,7 @@ from recipes.flows.pictures import inversion_errors
 from tests.gpu.accelerator import lightning
 from tests.gpu.log import ROOT
 from tests.gpu.pretend import NAME, record
-from tests.recipes import test_flows, test_vision
+from tests.recipes import test_flows, test_sets, test_vision
 from tests.training.tiny import write_corpus
 from training import module, optimisers
 
@@ -60,6 +61,13 @@ NARROW: list[object] = [
     "--model.config.num_layers",
     1,
 ]
+
+# Recipes with a command line of their own, and their sizes.
+SMALL: dict[str, tuple[Callable[[list[str]], int], dict[str, object]]] = {
+    "flows": (flows.main, test_flows.TINY),
+    "sets": (sets.main, test_sets.TINY),
+    "vision": (vision.main, test_vision.TINY),
+}
 
 
 @dataclass
@@ -99,8 +107,8 @@ def watched(run: Run) -> Iterator[None]:
 
 def commands(path: Path, folder: Path) -> Iterator[tuple[Callable[[list[str]], int], list[object]]]:
     """The command lines of a file, in the order of their use."""
-    if path.parent.name in {"flows", "vision"}:
-        yield from set_commands(path, folder)
+    if path.parent.name in SMALL:
+        yield from recipe_commands(path, folder)
         return
     corpus = write_corpus(folder / "corpus", lines=24)
     given = ["--config", path, *SIZES, "--data.path", corpus]
@@ -121,12 +129,11 @@ def commands(path: Path, folder: Path) -> Iterator[tuple[Callable[[list[str]], i
     yield language.main, ["export", last, folder / "exported"]
 
 
-def set_commands(path: Path, folder: Path) -> Iterator[tuple[Callable[[list[str]], int], list[object]]]:
-    """The command lines of recipes/flows and recipes/vision."""
-    main, sizes = {
-        "flows": (flows.main, test_flows.TINY),
-        "vision": (vision.main, test_vision.TINY),
-    }[path.parent.name]
+def recipe_commands(
+    path: Path, folder: Path
+) -> Iterator[tuple[Callable[[list[str]], int], list[object]]]:
+    """The command lines of recipes with one of their own."""
+    main, sizes = SMALL[path.parent.name]
     steps = {"max_steps": STEPS, "log_every_n_steps": LOGGED, "val_check_interval": STEPS}
     own = {**sizes, **{f"trainer.{name}": value for name, value in steps.items()}}
     own.update({"trainer.accelerator": "auto", "trainer.enable_progress_bar": True})

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 import lipformer as lf
 from lipformer.analysis import certified_radius
 from lipformer.models import VisionTransformer, VisionTransformerConfig
+from recipes.margin import add_margin
+from recipes.pgd import logit_margin, pgd, pgd_accuracy, project_to_ball
 from recipes.vision.__main__ import main
 from recipes.vision.data import DATASETS, ImageData
-from recipes.vision.module import VisionModule, add_margin, local_gain
-from recipes.vision.pgd import logit_margin, pgd, pgd_accuracy, project_to_ball
+from recipes.vision.module import VisionModule, local_gain
 from recipes.vision.report import Row, radii, table, table_text
 from tests.recipes.tiny import run_small
 from tests.training.tiny import LIGHTNING_WARNINGS

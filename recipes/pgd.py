@@ -6,6 +6,8 @@ lower bound, so that PGD accuracy is never below certified accuracy.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -19,16 +21,26 @@ def logit_margin(logits: Tensor, labels: Tensor) -> Tensor:
     return (own - rest.amax(1, keepdim=True)).squeeze(1)
 
 
-def project_to_ball(x: Tensor, centre: Tensor, eps: float) -> Tensor:
-    """x moved into the ball of radius eps around the centre, and into [0, 1].
+Box = tuple[float, float] | None
+"""Where inputs lie, in each coordinate; None for anywhere."""
 
-    Clipping does not leave the ball: the centre lies in [0, 1], a convex set.
+
+def lengths(x: Tensor) -> Tensor:
+    """The l2 norm of each sample, in float64 and not zero: (B, *) -> (B, 1, ..., 1)."""
+    norm = x.flatten(1).double().norm(dim=1).clamp_min(1e-30)
+    return norm.view(-1, *[1] * (x.ndim - 1))
+
+
+def project_to_ball(x: Tensor, centre: Tensor, eps: float, box: Box = (0.0, 1.0)) -> Tensor:
+    """x (B, *) moved into the ball of radius eps around the centre, and into the box.
+
+    Clipping does not leave the ball: the centre lies in the box, a convex set.
     """
     way = x - centre
-    length = way.flatten(1).double().norm(dim=1).clamp_min(1e-30)
     # A little less than eps, so that rounding does not lead out of the ball.
-    factor = (eps * (1.0 - 1e-6) / length).clamp_max(1.0).to(x.dtype)
-    return (centre + factor[:, None, None, None] * way).clamp(0.0, 1.0)
+    factor = (eps * (1.0 - 1e-6) / lengths(way)).clamp_max(1.0).to(x.dtype)
+    moved = centre + factor * way
+    return moved if box is None else moved.clamp(*box)
 
 
 def pgd(
@@ -39,20 +51,22 @@ def pgd(
     *,
     steps: int = 20,
     restarts: int = 2,
+    box: Box = (0.0, 1.0),
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """The worst images found within eps: (B, C, H, W), as the images.
+    """The worst inputs found within eps, (B, *) as the images.
 
     The first start is the image, the others are random points of the ball's surface. Each step goes
     2.5 eps / steps down the gradient of the margin; the worst point on the way is kept.
 
     Args:
         model: images to logits, in eval mode.
-        images: (B, C, H, W) in [0, 1].
+        images: or other inputs, (B, *).
         labels: (B,).
         eps: radius in the l2 norm.
         steps: of each start.
         restarts: number of starts.
+        box: where inputs lie: pixels in [0, 1], by default.
         generator: of the random starts, on the CPU.
     """
     worst, best = images, torch.full((len(images),), torch.inf, device=images.device)
@@ -61,18 +75,18 @@ def pgd(
             x = images
             if start:
                 noise = torch.randn(images.shape, generator=generator).to(images)
-                length = noise.flatten(1).norm(dim=1)[:, None, None, None]
-                x = project_to_ball(images + eps * noise / length, images, eps)
+                way = eps * noise / lengths(noise).to(noise.dtype)
+                x = project_to_ball(images + way, images, eps, box)
             for step in range(steps + 1):
                 x = x.detach().requires_grad_()
                 margins = logit_margin(model(x), labels)
                 worse = margins.detach() < best
                 best = torch.where(worse, margins.detach(), best)
-                worst = torch.where(worse[:, None, None, None], x.detach(), worst)
+                worst = torch.where(worse.view(-1, *[1] * (x.ndim - 1)), x.detach(), worst)
                 if step < steps:
                     (slope,) = torch.autograd.grad(margins.sum(), x)
-                    length = slope.flatten(1).norm(dim=1).clamp_min(1e-30)[:, None, None, None]
-                    x = project_to_ball(x.detach() - 2.5 * eps / steps * slope / length, images, eps)
+                    way = 2.5 * eps / steps * slope / lengths(slope).to(slope.dtype)
+                    x = project_to_ball(x.detach() - way, images, eps, box)
     return worst
 
 
@@ -82,7 +96,7 @@ def pgd_accuracy(
     labels: Tensor,
     eps: float,
     batch_size: int = 500,
-    **options: int,
+    **options: Any,
 ) -> float:
     """The part of the images that the model gets right at the worst points found by :func:`pgd`."""
     generator = torch.Generator().manual_seed(0)
