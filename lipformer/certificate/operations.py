@@ -148,13 +148,16 @@ def _root(n: int) -> float:
     return float(root) if root * root == n else math.sqrt(n) * ROUND_UP
 
 
-def size_of(constant: Any, like: Tensor) -> float:
-    """The largest size of a constant's entries, as the operation takes it in its own dtype."""
-    wide = torch.float64 if like.dtype == torch.float64 else torch.float32
+def _as_taken(constant: Any, out: Tensor) -> list[Tensor]:
+    """A constant's entries in float64: as they are, and rounded as the operation may take them."""
+    wide = torch.float64 if out.dtype == torch.float64 else torch.float32
     entries = constant if isinstance(constant, Tensor) else torch.tensor(constant, dtype=torch.float64)
-    if entries.is_complex():
-        return math.inf
-    return float(torch.maximum(max_abs(entries.double()), max_abs(entries.to(wide).double())))
+    return [entries.to(dtype).double() for dtype in (torch.float64, wide, out.dtype)]
+
+
+def size_of(constant: Any, out: Tensor) -> float:
+    """The largest size of a constant's entries in an operation that gives ``out``."""
+    return max(float(max_abs(entries)) for entries in _as_taken(constant, out))
 
 
 # --- one followed argument: a factor ----------------------------------------------------------
@@ -165,7 +168,7 @@ def _slope(value: float) -> Callable[[Step], float]:
 
 
 def _leaky(step: Step) -> float:
-    return max(1.0, abs(float(step.arg(1, "negative_slope", 0.01))))
+    return max(1.0, size_of(step.arg(1, "negative_slope", 0.01), step.out))
 
 
 def _gelu(step: Step) -> float:
@@ -175,6 +178,8 @@ def _gelu(step: Step) -> float:
 def _same_order(step: Step) -> float:
     """A view: entries keep their order, so that equal last dimensions are the same vectors."""
     before, after = step.x.shape, step.out.shape
+    if step.x.dtype != step.out.dtype:
+        raise step.refuse("it reads the bits of its input anew", "x.to(dtype)")
     if before[:1] != after[:1]:
         raise step.samples()
     step.keep(before[-1] == after[-1] and min(len(before), len(after)) > 1, before == after)
@@ -338,7 +343,7 @@ def _beside(values: Sequence[float], largest: bool) -> float:
 
 
 def _sum(step: Step) -> float:
-    weight = abs(float(step.arg(2, "alpha", 1)))
+    weight = size_of(step.arg(2, "alpha", 1), step.out)
     first, second = step.args[:2]
     if step.op.overloadpacket is aten.rsub:
         first, second = second, first
@@ -357,9 +362,7 @@ def _quotient(step: Step) -> float:
     first, second = step.args[:2]
     if isinstance(second, Followed) or step.kwargs.get("rounding_mode") is not None:
         raise step.refuse("a quotient by what depends on the input, or rounded, has no bound", _KNOWN)
-    wide = torch.float64 if step.out.dtype == torch.float64 else torch.float32
-    divisor = torch.as_tensor(second, dtype=torch.float64)
-    least = min(float(d.double().abs().min()) for d in (divisor, divisor.to(wide)))
+    least = min(float(entries.abs().min()) for entries in _as_taken(second, step.out))
     return _bound(first, step, ROUND_UP / least if least > 0 else math.inf)
 
 

@@ -235,6 +235,16 @@ def test_containers_and_hooks_are_followed_into() -> None:
     assert caught.value.path == "1.0"
 
 
+def test_arguments_by_name_and_compiled_functions() -> None:
+    compiled = torch.compile(lambda x: 2 * x, backend="eager")
+    parts = {"a": nn.Linear(D, D), "b": nn.Identity()}
+    model = Plain(lambda self, x: compiled(self.b(self.a(input=x))), **parts).double()
+    model.b = torch.compile(model.b, backend="eager")
+    model.a.compile(backend="eager")
+    bound = lf.certify(model, example=example()).bound
+    assert bound == pytest.approx(2 * lf.certify(parts["a"]).bound)
+
+
 def test_the_batch_does_not_matter() -> None:
     model = Encoder().double().eval()
     bounds = {lf.certify(model, example=example(b, N, D)).bound for b in (1, N)}
@@ -305,6 +315,8 @@ LINES: dict[str, tuple[Callable[..., Any], str]] = {
     "a view in place": (into_itself, "written over in place"),
     "zero divisor": (lambda x: x / MIX, "bound of aten.div is inf"),
     "integers": (lambda x: x.long(), "torch.int64"),
+    "bits": (lambda x: x.view(torch.float32), "bits of its input"),
+    "a list": (lambda x: torch.tensor(x.tolist()), "RuntimeError"),
     "numpy": (lambda x: torch.from_numpy(x.numpy()), "RuntimeError"),
 }
 
@@ -323,6 +335,8 @@ def test_what_cannot_be_followed_is_named_by_its_line(name: str) -> None:
 def test_state_is_noticed() -> None:
     with pytest.raises(lf.NotCertifiable, match="another output than in a plain run"):
         lf.certify(Plain(counting), example=example())
+    with pytest.raises(lf.NotCertifiable, match="with one more sample"):
+        lf.certify(Plain(lambda x: x / len(x)), example=example())
     with pytest.raises(lf.NotCertifiable, match="changes a parameter or buffer"):
         lf.certify(Plain(written, norm=nn.BatchNorm1d(3)).double().eval(), example=example())
     with pytest.raises(lf.NotCertifiable, match="written over in place"):
