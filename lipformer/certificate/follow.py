@@ -19,7 +19,7 @@ import linecache
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from traceback import walk_stack, walk_tb
 from typing import Any
 from unittest import mock
@@ -159,11 +159,13 @@ class _Walk(TorchDispatchMode):
             self._written.update(dict.fromkeys(written, self._time))
         if self._plain:
             return func(*args, **kwargs)
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            raise self.refuse(f"{func.overloadpacket} draws random numbers", "model.eval(), no noise")
         if written & self._owned:
             raise self.refuse(f"{func.overloadpacket} changes a parameter or buffer", "one that stays")
         if not used:
+            if torch.Tag.nondeterministic_seeded in func.tags:
+                raise self.refuse(
+                    f"{func.overloadpacket} draws random numbers", "model.eval(), no noise"
+                )
             return func(*args, **kwargs)
         if func.overloadpacket in CONSTANTS:
             return func(*_values(args), **_values(kwargs))
@@ -239,7 +241,7 @@ class _Walk(TorchDispatchMode):
             self._plain = False
 
     def _module(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if isinstance(module, nn.Embedding) and self.ids is not None and args and args[0] is self.ids:
+        if isinstance(module, nn.Embedding) and any(map(self._is_input, (*args, *kwargs.values()))):
             return self._embedding(module, args, kwargs)
         used = _followed((args, kwargs))
         if not used:
@@ -312,6 +314,17 @@ class _Walk(TorchDispatchMode):
         why = f"it uses an output of {kind_of(module)} other than the first, which has no bound"
         return (made, *(self.follow(t, None, why) if isinstance(t, Tensor) else t for t in rest))
 
+    def _is_input(self, value: object) -> bool:
+        """Whether these are the symbols of the example, in their shape."""
+        ids = self.ids
+        return (
+            ids is not None
+            and isinstance(value, Tensor)
+            and not isinstance(value, Followed)
+            and value.shape == ids.shape
+            and _storage(value) == _storage(ids)
+        )
+
     def _embedding(self, module: nn.Embedding, args: Any, kwargs: Any) -> Followed:
         """The lookup of the symbols, behind which the input begins."""
         if self.start is not None:
@@ -359,7 +372,7 @@ def follow(model: nn.Module, example: Tensor, norm: str) -> Certificate:
     if not isinstance(out, Followed) or out.bound is None or not isinstance(plain, Tensor):
         raise refuse(
             f"it returns {type(plain).__name__}, which does not follow from the example by known steps",
-            "a model that returns one tensor (or a tuple with it first)",
+            "a model that returns one tensor, or it first",
         )
     if not bool(torch.isfinite(plain).all()):
         raise refuse("its output at the example is not finite", "an example that it takes")
@@ -380,6 +393,9 @@ def follow(model: nn.Module, example: Tensor, norm: str) -> Certificate:
 
 
 def _first(out: Any) -> Any:
+    """The first of several outputs, in a tuple or by name."""
+    if isinstance(out, Mapping):
+        out = tuple(out.values())
     return out[0] if isinstance(out, tuple) and out else out
 
 

@@ -417,7 +417,8 @@ def constant_of(step: Step) -> tuple[float, float]:
     alone = len(step.inputs) == 1 and first is step.inputs[0]
     rule = JOINS.get(kind) or (FACTORS.get(kind) if alone else None)
     if rule is None:
-        raise step.refuse(f"the operation {kind} has no bound", _KNOWN)
+        instead = "lipformer.convert_attention(model)" if "attention" in kind.__name__ else _KNOWN
+        raise step.refuse(f"the operation {kind} has no bound", instead)
     if not step.out.is_floating_point():
         raise step.refuse(f"{kind} gives {step.out.dtype}, which has no Lipschitz constant", _KNOWN)
     factor = value = rule(step)

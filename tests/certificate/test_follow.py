@@ -165,7 +165,7 @@ class Encoder(nn.Module):
         self.head = nn.Linear(8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x) + self.positions
+        x = self.embed(x.view(-1, *x.shape[1:])) + self.positions
         for block in self.blocks:
             x = block(x)
         return self.head(x.mean(dim=1))
@@ -299,6 +299,7 @@ LINES: dict[str, tuple[Callable[..., Any], str]] = {
     "a quotient": (lambda x: 1 / x, "aten.reciprocal"),
     "its length": (lambda x: x / x.norm(), "linalg_vector_norm"),
     "a matrix product": (lambda x: x @ x.transpose(1, 2), "bmm"),
+    "dot products": (lambda x: F.scaled_dot_product_attention(x, x, x), "attention"),
     "a branch on values": (lambda x: x if x.mean() > 0 else 100 * x, "dimension 0"),
     "a reading": (lambda x: x[0, 0, 0].item() * x, "dimension 0"),
     "a comparison": (lambda x: torch.where(x > 0, 5.0, 0.0) * x, "aten.gt"),
@@ -367,8 +368,10 @@ def test_questions_that_do_not_fit() -> None:
             lf.certify(linear, example=example(), **question)
     with pytest.raises(ValueError, match=r"a batch of samples \(B, \.\.\.\), got shape \(3,\)"):
         lf.certify(linear, example=torch.ones(3))
-    with pytest.raises(lf.NotCertifiable, match="it returns dict"):
-        lf.certify(Plain(lambda x: {"y": x}), example=example())
+    assert lf.certify(Plain(lambda x: {"y": 2 * x, "z": x}), example=example()).bound == 2.0
+    for constant in (lambda x: [x], lambda x: torch.ones(len(x), 2)):
+        with pytest.raises(lf.NotCertifiable, match="does not follow from the example"):
+            lf.certify(Plain(constant), example=example())
 
 
 @pytest.mark.parametrize("seed", range(8))
