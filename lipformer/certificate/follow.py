@@ -256,8 +256,8 @@ class _Walk(TorchDispatchMode):
         rule = refusal = None
         with contextlib.suppress(NotCertifiable):  # not the forward that its rule is about
             rule = bound_rules.find(module, ask.refuse)
-        looked_into = rule is sequential_bound or isinstance(module, _SHAPED)
-        if rule is not None and not looked_into:
+        parts = module.modules() if rule is sequential_bound else (module,)
+        if rule is not None and not any(isinstance(part, _SHAPED) for part in parts):
             try:
                 bound = bound_of(module, ask)
             except NotCertifiable as error:

@@ -142,7 +142,7 @@ def _bound_without_rule(module: nn.Module, ask: Ask) -> Bound:
     name = wrapped(module, ask.refuse)
     if name is not None:
         inner = ask.child(module._modules[name], name)  # type: ignore[arg-type]
-        return Bound(inner.value, "calls its module", (inner,))
+        return Bound(inner.value, "calls its module", (inner,), passage=inner.passage)
     _refuse_parts(module, ask)
     kind = kind_of(module)
     instead = (
