@@ -1,10 +1,16 @@
 """Certified upper bounds of Lipschitz constants: rules for modules, and how they compose."""
 
-from lipformer.certificate import activations, linear_rules, torch_rules  # noqa: F401  rules
+from lipformer.certificate import (  # noqa: F401  rules
+    activations,
+    linear_rules,
+    pooling_rules,
+    torch_rules,
+    wrappers,
+)
+from lipformer.certificate.asking import certify
 from lipformer.certificate.bounds import (
     Ask,
     Bound,
-    certify,
     register_bound,
     times,
     weighted_sum,

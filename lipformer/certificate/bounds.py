@@ -16,7 +16,6 @@ from lipformer.certificate.certificate import Certificate, NotCertifiable
 from lipformer.certificate.paths import Passage, behind, in_turn, scaled, total
 from lipformer.certificate.rules import Rules, kind_of
 from lipformer.functional import spectral_norm_bound
-from lipformer.functional.norms import check_norm
 from lipformer.functional.rounding import DTYPES, FLOOR, ROUND_UP
 from lipformer.functional.tracing import tracing
 
@@ -152,7 +151,7 @@ bound_rules: Rules[_Rule] = Rules("bound", "lipformer.register_bound")
 
 
 def register_bound(module_class: type[nn.Module]) -> Callable[[_R], _R]:
-    """Decorator: teaches :func:`certify` a module class.
+    """Decorator: teaches :func:`lipformer.certify` a module class.
 
     The rule gets the module and an :class:`Ask` and returns an upper bound of the module's
     Lipschitz constant in ``ask.norm``: a number, a scalar tensor (through which gradients flow, for
@@ -168,7 +167,8 @@ def register_bound(module_class: type[nn.Module]) -> Callable[[_R], _R]:
         >>> @register_bound(Halve)
         ... def _(module, ask):
         ...     return 0.5
-        >>> certify(Halve()).bound
+        >>> import lipformer as lf
+        >>> lf.certify(Halve()).bound
         0.5
     """
     return bound_rules.register(module_class)
@@ -208,7 +208,7 @@ def _check_value(value: object, kind: str) -> None:
         raise ValueError(f"the rule of {kind} must return a bound >= 0, got {value!r}")
 
 
-def _check_tensors(module: nn.Module) -> None:
+def check_tensors(module: nn.Module) -> None:
     """Refuses a module some of whose numbers are not there, not real or not finite."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor) or tensor.is_meta:
@@ -229,93 +229,19 @@ def check_seq_len(seq_len: int | None) -> None:
         raise ValueError(f"seq_len must be None or an integer >= 1, got {seq_len!r}")
 
 
-_Local = Callable[[nn.Module, Tensor, float], Certificate]
-_local: list[_Local] = []
-
-
-def register_local(answer: _Local) -> _Local:
-    """Decorator: what answers :func:`certify` around an input, in lipformer.analysis, which is above."""
-    _local[:] = [answer]
-    return answer
-
-
-@torch.no_grad()
-def certify(
-    module: nn.Module,
-    *,
-    seq_len: int | None = None,
-    norm: str = "l2",
-    at: Tensor | None = None,
-    radius: float | None = None,
-) -> Certificate:
-    r"""A certified upper bound of a module's Lipschitz constant.
-
-    The bound is for exact arithmetic with the weights that the module multiplies by (docs/certificates,
-    "The function"). It holds for the module in the mode (train or eval) it is in now.
-
-    With ``at`` and ``radius`` it is one around inputs: for each sample x of ``at`` and every x' with
-    :math:`\|x' - x\| \le \epsilon` it holds that :math:`\|f(x') - f(x)\| \le L \epsilon`
-    (docs/certificates, "Around an input"), by the moduli of
-    :func:`lipformer.analysis.perturbation_bound`.
-
-    Args:
-        module: any module made of classes that have a rule: lipformer's layers, the usual torch
-            layers and containers, and what :func:`register_bound` adds.
-        seq_len: the largest number of tokens; needed by attention without ``max_len``, window or
-            ALiBi.
-        norm: "l2" (Frobenius over tokens), "token" (largest token), "self" (a causal layer's gain of
-            a token on itself, Theorem E) or "linf".
-        at: samples (B, N, D), (B, D) or images; a language model takes its embedded tokens.
-        radius: :math:`\epsilon > 0`, in the l2 norm of a sample; needs ``at``.
-
-    Raises:
-        NotCertifiable: some submodule has no bound in this norm; it names path, reason and remedy.
-
-    Example:
-        >>> linear = nn.Linear(2, 2, bias=False)
-        >>> _ = nn.init.eye_(linear.weight)
-        >>> print(certify(nn.Sequential(linear, nn.GELU())))
-        Lipschitz bound 1.1289 in the l2 norm, for every input
-        module  kind         bound  theorem
-        -----------------------------------------
-        (all)   Sequential  1.1289  composition
-          0     Linear           1  spectral norm
-          1     GELU        1.1289  largest slope
-    """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"certify takes a torch.nn.Module, got {type(module).__name__}")
-    check_norm(norm)
-    check_seq_len(seq_len)
-    if at is None and radius is None:
-        return answer(module, Ask(norm, seq_len))
-    if not isinstance(at, Tensor) or not isinstance(radius, (int, float)) or not 0.0 < radius < math.inf:
-        raise ValueError(
-            "a certificate around an input needs both at, a tensor of samples, and radius, positive and "
-            f"finite; got at of type {type(at).__name__} and radius={radius!r}"
-        )
-    if seq_len is not None and seq_len != at.shape[-2]:
-        raise ValueError(f"at has {at.shape[-2]} tokens, got seq_len={seq_len}: leave it out")
-    if norm != "l2":
-        raise NotCertifiable(
-            "",
-            kind_of(module),
-            f"bounds around an input are known in the l2 norm alone, got norm={norm!r}",
-            "norm='l2', or certify without at and radius",
-        )
-    _check_tensors(module)
-    return _local[0](module, at, float(radius))
-
-
 def answer(module: nn.Module, ask: Ask) -> Certificate:
     """The certificate of a module under any question."""
-    _check_tensors(module)
+    check_tensors(module)
     norm, seq_len = ask.norm, ask.seq_len
     bound = bound_of(module, ask)
     limits = [limit for part in module.modules() if (limit := getattr(part, "max_len", None))]
-    return _finish(bound, norm, min(limits, default=None) if seq_len is None else seq_len, "")
+    seq_len = min(limits, default=None) if seq_len is None else seq_len
+    domain = "for every input" if seq_len is None else f"for every input of at most {seq_len} tokens"
+    return finish(bound, norm, seq_len, domain)
 
 
-def _finish(bound: Bound, norm: str, seq_len: int | None, parent: str) -> Certificate:
+def finish(bound: Bound, norm: str, seq_len: int | None, domain: str, parent: str = "") -> Certificate:
+    """The certificate of a bound and its parts; refuses one that is not finite."""
     value = float(bound.value)
     # A rule's own intermediate results have no module of their own: they stand at their parent's.
     path = bound.path or parent
@@ -326,7 +252,6 @@ def _finish(bound: Bound, norm: str, seq_len: int | None, parent: str) -> Certif
             f"its bound is {value}",
             "finite weights, or a rule that returns a finite bound",
         )
-    domain = "for every input" if seq_len is None else f"for every input of at most {seq_len} tokens"
     return Certificate(
         bound=value,
         norm=norm,
@@ -335,7 +260,7 @@ def _finish(bound: Bound, norm: str, seq_len: int | None, parent: str) -> Certif
         path=path,
         kind=bound.kind,
         theorem=bound.theorem,
-        parts=tuple(_finish(part, norm, seq_len, path) for part in bound.parts),
+        parts=tuple(finish(part, norm, seq_len, domain, path) for part in bound.parts),
     )
 
 
@@ -375,7 +300,7 @@ def weighted_sum(weights: tuple[float, ...], parts: tuple[Bound | None, ...], th
     value: float | Tensor = 0.0
     for weight, part in zip(weights, parts, strict=True):
         term = product_up((abs(float(weight)), 1.0 if part is None else part.value))
-        value = _add_up(value, term)
+        value = add_up(value, term)
     return Bound(value, theorem, tuple(part for part in parts if part is not None))
 
 
@@ -420,7 +345,7 @@ def _above_floor(tensor: Tensor) -> Tensor:
     return F.threshold(tensor, FLOOR, FLOOR)
 
 
-def _add_up(a: float | Tensor, b: float | Tensor) -> float | Tensor:
+def add_up(a: float | Tensor, b: float | Tensor) -> float | Tensor:
     """A sum rounded up, unless it is exact: the rounding error of two floats is itself a float."""
     total = a + b
     if isinstance(total, float):

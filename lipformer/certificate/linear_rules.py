@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import cast
 
@@ -92,6 +92,14 @@ def known_coefficient(module: nn.Module) -> float | None:
     return None if rule is None else rule(chain[-1])
 
 
+def patches_of_a_pixel(
+    kernel_size: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
+) -> int:
+    """The most patches that one pixel lies in."""
+    sizes = zip(kernel_size, stride, dilation, strict=True)
+    return math.prod(-(-k // s) if d == 1 else k for k, s, d in sizes)
+
+
 def conv_bound(
     weight: Tensor,
     groups: int,
@@ -120,9 +128,7 @@ def conv_bound(
     if norm == "linf":
         return linf_norm(flat).amax()
     by_taps = spectral(taps.movedim(-1, 1)).sum(1).amax()
-    shared = [-(-k // s) if d == 1 else k for k, s, d in zip(kernel_size, stride, dilation, strict=True)]
-    patches = math.prod(shared)
-    by_patches = math.sqrt(patches) * spectral(flat).amax()
+    by_patches = math.sqrt(patches_of_a_pixel(kernel_size, stride, dilation)) * spectral(flat).amax()
     # The sum over the taps rounds once for each.
     return enlarge(torch.minimum(by_taps, by_patches), taps.shape[-1])
 

@@ -23,8 +23,12 @@ Refuse = Callable[[str, str], Exception]
 
 
 def kind_of(module: nn.Module) -> str:
-    """The name of a module's class, without what torch's parametrizations add to it."""
-    return next(c.__name__ for c in type(module).__mro__ if not c.__name__.startswith("Parametrized"))
+    """The name of a module's class, without what torch's parametrizations and fully_shard add to it."""
+    for cls in type(module).__mro__:
+        sharded = cls.__name__.startswith("FSDP") and cls.__module__.startswith("torch.distributed.")
+        if not sharded and not cls.__name__.startswith("Parametrized"):
+            return cls.__name__
+    raise AssertionError(f"{type(module)} is no subclass of nn.Module")
 
 
 # How nn.Module gets from a call to forward, and from a name to an attribute.
@@ -74,6 +78,7 @@ class Rules(Generic[R]):
     def __init__(self, what: str, teach: str) -> None:
         self.what, self.teach = what, teach
         self._rules: dict[type[nn.Module], tuple[R, dict[str, object]]] = {}
+        self.otherwise: R | None = None  # answers for classes without a rule
 
     def register(self, module_class: type[nn.Module], *methods: str) -> Callable[[F], F]:
         """Decorator: the rule of a class, and the methods besides forward that it relies on."""
@@ -103,7 +108,7 @@ class Rules(Generic[R]):
 
     def of(self, module: nn.Module, refuse: Refuse) -> R:
         """The rule of a module; refuses if there is none."""
-        rule = self.find(module, refuse)
+        rule = self.find(module, refuse) or self.otherwise
         if rule is None:
             raise refuse(
                 f"no {self.what} is known for this class",
@@ -162,6 +167,11 @@ def refuse_hooks(module: nn.Module, refuse: Refuse, teach: str = "the forward of
             "its forward was replaced on the instance",
             f"the forward of its class, or a subclass with that forward and {teach}",
         )
+    refuse_hooks_alone(module, refuse)
+
+
+def refuse_hooks_alone(module: nn.Module, refuse: Refuse) -> None:
+    """Refuses hooks, whatever the forward is."""
     for kind, hooks in (
         ("global forward pre-hook", torch_module._global_forward_pre_hooks),
         ("global forward hook", torch_module._global_forward_hooks),

@@ -117,16 +117,17 @@ def _(module: nn.Unflatten, ask: Ask) -> Bound:
     return _reshaped(ask, module.dim, dims)
 
 
-def norm_layer_bound(module: nn.LayerNorm | nn.RMSNorm, ask: Ask) -> Bound:
-    r"""LayerNorm and RMSNorm: :math:`\max|\gamma| / \sqrt{\epsilon}`, finite but useless.
+def norm_layer_bound(module: nn.LayerNorm | nn.RMSNorm | nn.GroupNorm, ask: Ask) -> Bound:
+    r"""LayerNorm, RMSNorm and GroupNorm: :math:`\max|\gamma| / \sqrt{\epsilon}`, finite but useless.
 
     The Jacobian is :math:`\mathrm{diag}(\gamma) / s` times a projection, with
     :math:`s \ge \sqrt{\epsilon}`; in linf that projection has row sums of at most
     :math:`2 + \sqrt d`.
     """
-    if len(module.normalized_shape) > 1:
+    shape = () if isinstance(module, nn.GroupNorm) else module.normalized_shape
+    if len(shape) > 1:
         ask.only("l2", "linf", instead="a norm over the last dimension alone")
-        ask.along(-len(module.normalized_shape))
+        ask.along(-len(shape))
     # RMSNorm without eps takes that of the input's dtype, whatever it will be.
     eps = torch.finfo(torch.float64).eps if module.eps is None else module.eps
     if eps <= 0:
@@ -134,12 +135,19 @@ def norm_layer_bound(module: nn.LayerNorm | nn.RMSNorm, ask: Ask) -> Bound:
     gamma = 1.0 if module.weight is None else max_abs(module.weight)
     value = gamma / math.sqrt(eps) * ROUND_UP**4
     if ask.norm == "linf":
-        value = value * (2.0 + math.sqrt(math.prod(module.normalized_shape)))
+        value = value * (2.0 + math.sqrt(math.prod(shape)))
     return Bound(value, f"max|gamma| / sqrt(eps), eps={eps:g}")
 
 
 register_bound(nn.LayerNorm)(norm_layer_bound)
 register_bound(nn.RMSNorm)(norm_layer_bound)
+
+
+@register_bound(nn.GroupNorm)
+def _(module: nn.GroupNorm, ask: Ask) -> Bound:
+    """As LayerNorm of a sample's groups; in linf it would depend on the number of pixels."""
+    ask.only("l2")
+    return norm_layer_bound(module, ask)
 
 
 def _batch_norm_rule(module: nn.BatchNorm1d | nn.BatchNorm2d, ask: Ask) -> Bound:
@@ -166,7 +174,8 @@ def _(module: nn.MultiheadAttention, ask: Ask) -> Bound:
 def _(module: nn.Embedding, ask: Ask) -> Bound:
     raise ask.refuse(
         "a lookup of integers has no Lipschitz constant",
-        "certify the rest of the model, in terms of the embedded input",
+        "certify(model, example=ids), a bound in terms of the embedded tokens, or certify the rest of "
+        "the model by itself",
     )
 
 

@@ -15,6 +15,7 @@ from lipformer.layers.layer import Layer, bake, register_bake
 from lipformer.layers.own_token import register_own_token
 from lipformer.layers.residual import ConvexResidual, Residual
 from lipformer.layers.spectral import SpectralBound, SpectralLinear, spectral_bound
+from lipformer.layers.token_mean import TokenMean
 from lipformer.layers.token_norms import BallProjection, CenterNorm
 from lipformer.layers.token_shift import TokenShift
 from lipformer.layers.token_wise import register_token_wise
@@ -36,6 +37,7 @@ __all__ = [
     "Residual",
     "SpectralBound",
     "SpectralLinear",
+    "TokenMean",
     "TokenShift",
     "bake",
     "convert_attention",

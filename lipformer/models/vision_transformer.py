@@ -5,7 +5,6 @@ First the parts from pixels to tokens and from tokens to features, then the mode
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 
 import torch
@@ -22,6 +21,7 @@ from lipformer.layers import (
     L2MultiheadAttention,
     MaxMin,
     SpectralLinear,
+    TokenMean,
 )
 from lipformer.models.saved_model import SavedModel
 from lipformer.models.self_attention import DotProductSelfAttention
@@ -120,39 +120,6 @@ class Positions(nn.Module):
 @register_bound(Positions)
 def _(module: Positions, ask: Ask) -> Bound:
     return Bound(1.0, "constant shift")
-
-
-class TokenMean(nn.Module):
-    r"""The mean of N tokens, of constant :math:`1/\sqrt N` in the l2 norm, 1 in the others.
-
-    :math:`\|\frac1N \sum_i e_i\| \le \frac1N \sum_i \|e_i\| \le \frac{1}{\sqrt N} \|E\|_F`, with
-    equality where all :math:`e_i` are equal.
-
-    Args:
-        tokens: N; other numbers of tokens are refused, as they have another constant.
-    """
-
-    def __init__(self, tokens: int) -> None:
-        super().__init__()
-        self.tokens = tokens
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, N, D) -> (B, D)."""
-        if x.ndim != 3 or x.shape[1] != self.tokens:
-            raise ValueError(f"expected (B, {self.tokens}, D), got {tuple(x.shape)}")
-        return x.mean(1)
-
-    def extra_repr(self) -> str:
-        return f"{self.tokens} tokens"
-
-
-@register_bound(TokenMean)
-def _(module: TokenMean, ask: Ask) -> Bound:
-    ask.only("l2", "token", "linf")
-    if ask.norm != "l2":
-        return Bound(1.0, "mean of tokens", tokens=None, dims=2)
-    value = ROUND_UP / math.sqrt(module.tokens)
-    return Bound(value, "mean of tokens, 1 / sqrt(N)", tokens=None, dims=2)
 
 
 class VisionTransformer(SavedModel):

@@ -169,6 +169,7 @@ PLAIN = [
     new(bounded),
     new(bounded, coeff=0.5, mode="normalize"),
     new(encoder, max_len=6),
+    new(lf.TokenMean),
     new(lf.TokenShift, 8),
     new(lf.TokenShift, 8, shifted=2),
     new(lf.Residual, new(lf.FeedForward, 8, 16)),
@@ -198,6 +199,7 @@ LAYERS = by_name(
         Case(
             new(HuggingFaceAttention, attention(any_mask=True), False), named={"attention_mask": shown}
         ),
+        Case(new(lf.TokenMean, least=8), named={"key_padding_mask": padding}),
         *(
             Case(spec, call=call, trains=call is while_frozen)
             for call in (cached, while_frozen, baked, certified)

@@ -79,7 +79,7 @@ def asks_of(case: Case) -> tuple[str, ...]:
     """What is asked of a case: the certificate always, something more by its seed."""
     if case.tree[0] in ("dot_product", "torch_attention"):
         return ("ball", "local", "lofast", "perturbation")
-    extra = ("contractive", "perturbation", "radius", "invertible")[case.seed % 4]
+    extra = ("contractive", "perturbation", "radius", "invertible", "example")[case.seed % 5]
     return ("perturbation", "radius") if trees.is_local(case) else ("certify", extra)
 
 
@@ -219,6 +219,24 @@ def check_certify(case: Case, module: nn.Module, x: Tensor, outcome: Outcome) ->
         gains = largest_gains(case, module, x, tuple(outcome.bounds))
         for norm, gain in gains.items():
             compare(f"certify {norm}", outcome.bounds[norm], gain)
+
+
+def check_example(case: Case, module: nn.Module, x: Tensor, outcome: Outcome) -> None:
+    """What is planted is followed, or refused."""
+    if not outcome.runs or case.batch_axis:
+        return
+    some, bounds = samples(case, x).to(getattr(torch, case.dtype)), {}
+    for norm in NORMS:
+        found = asked(
+            f"example {norm}", outcome, lambda norm=norm: lf.certify(module, example=some, norm=norm)
+        )
+        if found is not None:
+            bounds[norm] = found.bound
+    if bounds and mixes(function(case, module), x, 0):
+        raise Broken(Failure("example", math.nan, math.nan, "a sample alone has another output"))
+    gains = largest_gains(case, module, x, tuple(bounds)) if bounds else {}
+    for norm, gain in gains.items():
+        compare(f"example {norm}", bounds[norm], gain)
 
 
 def check_contractive(case: Case, module: nn.Module, x: Tensor, outcome: Outcome) -> None:
@@ -402,6 +420,7 @@ def case_axis(case: Case) -> int:
 
 CHECKS = {
     "certify": check_certify,
+    "example": check_example,
     "contractive": check_contractive,
     "invertible": check_invertible,
     "spectral": check_spectral,

@@ -94,7 +94,8 @@ class Draw:
             max_min=0.5 * (d % 2 == 0), feed_forward=0.6, conv=0.3 * self.batch_first * (not keep),
             reshape=1.2 * self.batch_first * (not keep), seq=1.5 * deep, residual=1.5 * deep,
             convex=0.8 * deep, contractive=1.2 * deep, invertible=0.5 * deep * self.batch_first,
-            scaled=0.6 * deep, attention=2.5, encoder_layer=0.4,
+            scaled=0.6 * deep, attention=2.5, encoder_layer=0.4, wrapper=0.5 * deep,
+            token_mean=0.4 * self.batch_first * (not keep), pool=0.2 * self.batch_first * (not keep),
         )  # fmt: skip
         o = {"seed": self.seed()}
         if kind == "linear":
@@ -131,6 +132,11 @@ class Draw:
             ), shape
         if kind == "conv":
             return self.conv(shape, 1)
+        if kind == "pool":
+            return self.pool(shape, 1)
+        if kind == "token_mean":
+            self.length_known = False
+            return ("token_mean", {"least": rng.choice((1, 2, n, n + 1))}, []), (d,)
         if kind == "reshape":
             return self.reshape(shape)
         if kind == "seq":
@@ -189,6 +195,24 @@ class Draw:
         sizes = [(s + 2 * o["padding"] - kernel) // o["stride"] + 1 for s in shape[1:]]
         self.length_known = False
         return ("conv", o, []), (o["out"], *sizes)
+
+    def pool(self, shape: tuple[int, ...], dims: int) -> tuple[Node, tuple]:
+        rng = self.rng
+        self.length_known = False
+        which = rng.choice(("Avg", "Max", "AdaptiveAvg", "AdaptiveMax"))
+        if which.startswith("Adaptive"):
+            return ("pool", {"which": which, "dims": dims, "out": 1}, []), (shape[0], *[1] * dims)
+        kernel = rng.randint(1, min(3, *shape[1:]))
+        o = {"which": which, "dims": dims, "kernel": kernel, "stride": rng.choice((1, 2, kernel)),
+             "padding": rng.randint(0, kernel // 2), "ceil_mode": rng.random() < 0.3,
+             "count_include_pad": rng.random() < 0.5}  # fmt: skip
+        sizes = []
+        for size in shape[1:]:
+            span = size + 2 * o["padding"] - kernel
+            steps = -(-span // o["stride"]) if o["ceil_mode"] else span // o["stride"]
+            # A window that would begin beyond the input is left out.
+            sizes.append(steps + (steps * o["stride"] < size + o["padding"]))
+        return ("pool", o, []), (shape[0], *sizes)
 
     def reshape(self, shape: tuple[int, int]) -> tuple[Node, tuple]:
         """Other tokens of the same entries, in one container or two."""
@@ -258,6 +282,8 @@ class Draw:
         kind = kind or self.pick(
             residual=2, convex=1, contractive=2, invertible=0.7 * self.batch_first, first=1.5, scaled=0.7
         )
+        if kind == "wrapper":
+            return (kind, {"which": rng.choice(("calls", "parallel"))}, [child])
         if kind == "convex":
             return (kind, {"weight": rng.choice((0.0, 0.3, 0.5, 1.0))}, [child])
         if kind == "scaled":
@@ -292,11 +318,16 @@ class Draw:
     def image_part(self, shape: tuple[int, ...], depth: int, keep: bool) -> tuple[Node, tuple]:
         c, h, w = shape
         kind = self.pick(conv=2 * (not keep), act=1.5, batch_norm=0.5, flatten=1.0 * (not keep),
+                         pool=0.7 * (not keep), group_norm=0.5 * (c * h * w > 1),
                          residual=depth > 0, contractive=depth > 0, tokens=1.0 * (not keep))  # fmt: skip
         if kind == "conv":
             return self.conv(shape, 2)
         if kind == "batch_norm":
             return ("batch_norm", {"seed": self.seed(), "dims": 2, "dim": c}, []), shape
+        if kind == "pool":
+            return self.pool(shape, 2)
+        if kind == "group_norm":
+            return ("group_norm", {"dim": c, "eps": self.rng.choice((1e-5, 1.0))}, []), shape
         self.length_known = False
         if kind == "flatten":
             return ("flatten", {}, []), (c * h * w,)
@@ -365,6 +396,9 @@ class Draw:
             "norm": [("set_eps", 1e-8), ("weight", 3.0)],
             "batch_norm": [("train", None), ("set_eps", 1.0)],
             "dropout": [("train", None)],
+            "token_mean": [("set_least", 1), ("set_least", 30)],
+            "pool": [("set_stride", 1), ("set_kernel_size", 1), ("set_count_include_pad", False)],
+            "group_norm": [("set_eps", 1e-8), ("weight", 3.0)],
             "softmax": [("set_dim", 0), ("set_dim", None)],
             "flatten": [("set_start_dim", 0)],
         }  # fmt: skip

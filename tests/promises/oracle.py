@@ -38,7 +38,7 @@ CAST_BY_AUTOCAST = {
 }  # fmt: skip
 
 # Of the input's dtype, whatever that of the weights.
-LIKE_INPUT = {F.layer_norm, F.rms_norm, torch.rms_norm, F.batch_norm, F.prelu}
+LIKE_INPUT = {F.layer_norm, F.rms_norm, torch.rms_norm, F.batch_norm, F.group_norm, F.prelu}
 
 
 class Unsupported(Exception):

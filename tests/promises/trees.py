@@ -232,6 +232,25 @@ def _norm(o: dict) -> nn.Module:
     return module
 
 
+def _pool(o: dict) -> nn.Module:
+    cls = getattr(nn, f"{o['which']}Pool{o['dims']}d")
+    if o["which"].startswith("Adaptive"):
+        return cls(o["out"])
+    names = ("ceil_mode", "count_include_pad") if o["which"] == "Avg" else ("ceil_mode",)
+    return cls(o["kernel"], o["stride"], o["padding"], **{k: o[k] for k in names})
+
+
+class Calls(nn.Module):
+    """A wrapper that only calls its child."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
 def _center(o: dict) -> nn.Module:
     module = lf.CenterNorm(o["dim"], o["affine"])
     if o["affine"]:
@@ -251,6 +270,10 @@ MAKERS = {
     ),
     "scaled": lambda o, child: Scaled(child, torch.tensor(o["factor"])),
     "first": lambda o, child: FirstOutput(child),
+    "wrapper": lambda o, child: {"calls": Calls, "parallel": nn.DataParallel}[o["which"]](child),
+    "token_mean": lambda o: lf.TokenMean(o["least"]),
+    "pool": _pool,
+    "group_norm": lambda o: nn.GroupNorm(1, o["dim"], eps=o["eps"]),
     "linear": _linear,
     "spectral_linear": lambda o: lf.SpectralLinear(o["in"], o["out"], coeff=o["coeff"], mode=o["mode"]),
     "conv": _conv,

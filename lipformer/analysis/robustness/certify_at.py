@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lipformer.analysis.inputs import check_samples, radii
 from lipformer.analysis.robustness.perturbation import Step, modulus_of, tokens_for
 from lipformer.certificate import Certificate, NotCertifiable
-from lipformer.certificate.bounds import register_local
+from lipformer.certificate.asking import register_local
 from lipformer.functional.rounding import ROUND_UP
 
 

@@ -1,0 +1,111 @@
+"""certify: what is asked of a module, and who answers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from lipformer.certificate.bounds import Ask, answer, check_seq_len, check_tensors
+from lipformer.certificate.certificate import Certificate, NotCertifiable
+from lipformer.certificate.follow import follow
+from lipformer.certificate.rules import kind_of
+from lipformer.certificate.wrappers import gathered, refuse_sharded, unwrapped
+from lipformer.functional.norms import check_norm
+
+_Local = Callable[[nn.Module, Tensor, float], Certificate]
+_local: list[_Local] = []
+
+
+def register_local(answer: _Local) -> _Local:
+    """Decorator: what answers :func:`certify` around an input, in lipformer.analysis, which is above."""
+    _local[:] = [answer]
+    return answer
+
+
+@torch.no_grad()
+def certify(
+    module: nn.Module,
+    *,
+    seq_len: int | None = None,
+    norm: str = "l2",
+    at: Tensor | None = None,
+    radius: float | None = None,
+    example: Tensor | None = None,
+) -> Certificate:
+    r"""A certified upper bound of a module's Lipschitz constant.
+
+    The bound is for exact arithmetic with the weights that the module multiplies by (docs/certificates,
+    "The function"). It holds for the module in the mode (train or eval) it is in now.
+
+    With ``at`` and ``radius`` it is one around inputs: for each sample x of ``at`` and every x' with
+    :math:`\|x' - x\| \le \epsilon` it holds that :math:`\|f(x') - f(x)\| \le L \epsilon`
+    (docs/certificates, "Around an input"), by the moduli of
+    :func:`lipformer.analysis.perturbation_bound`.
+
+    With ``example`` a model may have a forward of its own, around modules that have a rule: it is run on
+    the example, and followed operation by operation (docs/certificates, "A forward of your own"). The
+    bound is then one for samples of the example's shape.
+
+    Args:
+        module: any module made of classes that have a rule: lipformer's layers, the usual torch
+            layers and containers, and what :func:`register_bound` adds; also inside DDP, DataParallel,
+            torch.compile, AveragedModel, fully_shard or a class that only calls its one child.
+        seq_len: the largest number of tokens; needed by attention without ``max_len``, window or
+            ALiBi.
+        norm: "l2" (Frobenius over tokens), "token" (largest token), "self" (a causal layer's gain of
+            a token on itself, Theorem E) or "linf".
+        at: samples (B, N, D), (B, D) or images; a language model takes its embedded tokens.
+        radius: :math:`\epsilon > 0`, in the l2 norm of a sample; needs ``at``.
+        example: a batch of samples (B, ...), without ``seq_len``, ``at`` and ``radius``. Of integers,
+            they are symbols, and the bound counts from the output of the embedding that takes them.
+
+    Raises:
+        NotCertifiable: some submodule has no bound in this norm; it names path, reason and remedy.
+
+    Example:
+        >>> linear = nn.Linear(2, 2, bias=False)
+        >>> _ = nn.init.eye_(linear.weight)
+        >>> print(certify(nn.Sequential(linear, nn.GELU())))
+        Lipschitz bound 1.1289 in the l2 norm, for every input
+        module  kind         bound  theorem
+        -----------------------------------------
+        (all)   Sequential  1.1289  composition
+          0     Linear           1  spectral norm
+          1     GELU        1.1289  largest slope
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"certify takes a torch.nn.Module, got {type(module).__name__}")
+    check_norm(norm)
+    check_seq_len(seq_len)
+    if example is not None:
+        if not isinstance(example, Tensor) or any(v is not None for v in (seq_len, at, radius)):
+            raise ValueError(
+                "example is a tensor of samples and says the number of tokens; got an example of type "
+                f"{type(example).__name__} with seq_len={seq_len!r}, radius={radius!r}: leave these out"
+            )
+        check_tensors(module)
+        return follow(module, example, norm)
+    if at is None and radius is None:
+        with gathered(module):
+            return answer(module, Ask(norm, seq_len))
+    if not isinstance(at, Tensor) or not isinstance(radius, (int, float)) or not 0.0 < radius < math.inf:
+        raise ValueError(
+            "a certificate around an input needs both at, a tensor of samples, and radius, positive and "
+            f"finite; got at of type {type(at).__name__} and radius={radius!r}"
+        )
+    if seq_len is not None and seq_len != at.shape[-2]:
+        raise ValueError(f"at has {at.shape[-2]} tokens, got seq_len={seq_len}: leave it out")
+    if norm != "l2":
+        raise NotCertifiable(
+            "",
+            kind_of(module),
+            f"bounds around an input are known in the l2 norm alone, got norm={norm!r}",
+            "norm='l2', or certify without at and radius",
+        )
+    check_tensors(module)
+    refuse_sharded(module)
+    inside = unwrapped(module, Ask("l2", kind=kind_of(module)).refuse)
+    return _local[0](inside, at, float(radius))

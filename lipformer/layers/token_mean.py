@@ -1,0 +1,66 @@
+"""The mean of a sample's tokens."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor, nn
+
+from lipformer.certificate import Ask, Bound, register_bound
+from lipformer.functional.rounding import ROUND_UP
+from lipformer.layers.layout import padding, without_padding
+
+
+class TokenMean(nn.Module):
+    r"""The mean of the tokens that are no padding, of constant :math:`1/\sqrt{n_0}` in the l2 norm.
+
+    For n tokens it is :math:`\frac{1}{\max(n, n_0)} \sum_i e_i`: where there are fewer than
+    :math:`n_0` the rest count as zeros, so that
+
+    .. math:: \Big\|\frac{1}{\max(n, n_0)} \sum_{i=1}^n e_i\Big\|
+        \le \frac{\sqrt n}{\max(n, n_0)} \|E\|_F \le \frac{1}{\sqrt{n_0}} \|E\|_F,
+
+    with equality for :math:`n_0` equal tokens. In the token and linf norms the constant is 1.
+
+    Args:
+        least: :math:`n_0 \ge 1`; 1 is the plain mean, of constant 1.
+
+    Example:
+        >>> import torch, lipformer as lf
+        >>> x = torch.tensor([[[2.0, 4.0], [4.0, 6.0], [9.0, 9.0]]])
+        >>> TokenMean()(x, key_padding_mask=torch.tensor([[False, False, True]]))
+        tensor([[3., 5.]])
+        >>> round(lf.certify(TokenMean(least=16)).bound, 6)
+        0.25
+    """
+
+    batch_first = True
+
+    def __init__(self, least: int = 1) -> None:
+        super().__init__()
+        if isinstance(least, bool) or not isinstance(least, int) or least < 1:
+            raise ValueError(f"least must be an integer >= 1, got {least!r}")
+        self.least = least
+
+    def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+        """(B, N, D), and (B, N), True at padded tokens -> (B, D)."""
+        if x.ndim != 3:
+            raise ValueError(f"x must have shape (B, N, D), got {tuple(x.shape)}")
+        hidden = padding(key_padding_mask, x)
+        if hidden is None:
+            return x.mean(1) if x.shape[1] >= self.least else x.sum(1) / self.least
+        # In float32 a number of tokens is exact, in bfloat16 none above 256 need be.
+        count = (~hidden).sum(1, keepdim=True).clamp_min(self.least).float()
+        return (without_padding(x, hidden).sum(1) / count).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"least={self.least}"
+
+
+@register_bound(TokenMean)
+def _(module: TokenMean, ask: Ask) -> Bound:
+    ask.only("l2", "token", "linf")
+    if ask.norm != "l2" or module.least <= 1:
+        return Bound(1.0, "mean of tokens", tokens=None, dims=2)
+    value = ROUND_UP / math.sqrt(module.least)
+    return Bound(value, "mean of tokens, 1 / sqrt(least)", tokens=None, dims=2)
