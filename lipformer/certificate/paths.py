@@ -73,7 +73,7 @@ def through(paths: Paths, matrix: Tensor, known: Tensor | float, error: Tensor |
     r"""The paths behind a linear map of features.
 
     A product as computed is off by at most :math:`2 (k + 8) u \|W\|_F \|R\|_F` for sums of k terms, and
-    what its factors are off by goes through the other one.
+    with :math:`W + E_W` for W and :math:`R + E` for R by :math:`(W + E_W) E + E_W R` more.
 
     Args:
         paths: to its input.
@@ -90,7 +90,7 @@ def through(paths: Paths, matrix: Tensor, known: Tensor | float, error: Tensor |
             found.append(_narrow(Path(path.size, matrix, torch.as_tensor(error), known)))
             continue
         size = torch.linalg.matrix_norm(path.matrix).amax(-1)
-        off = own * path.error + error * (size + path.error)
+        off = known * path.error + error * size
         off = enlarge(off + 2.0 * (matrix.shape[-1] + 8) * UNIT * own * size) + FLOOR
         found.append(_narrow(Path(path.size, matrix @ path.matrix, off, None)))
     return tuple(found)
