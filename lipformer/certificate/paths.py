@@ -9,7 +9,7 @@ makes of the sum, and a map of which only a constant is known sees :math:`\sum_i
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lipformer.functional.rounding import FLOOR, ROUND_UP, UNIT, enlarge
 from lipformer.functional.spectral.bound import norm_bound
+from lipformer.functional.spectral.rounding import frobenius_norm
 
 _MOST = 32
 """Paths that are followed; a network of more residuals has them added up first."""
@@ -72,26 +73,26 @@ def behind(size: Tensor) -> Paths:
 def through(paths: Paths, matrix: Tensor, known: Tensor | float, error: Tensor | float = 0.0) -> Paths:
     r"""The paths behind a linear map of features.
 
-    A product as computed is off by at most :math:`2 (k + 8) u \|W\|_F \|R\|_F` for sums of k terms, and
-    with :math:`W + E_W` for W and :math:`R + E` for R by :math:`(W + E_W) E + E_W R` more.
+    A product as computed is off by at most :math:`2 (k + 8) u \|W\|_F \|R\|_F` for sums of k terms; what
+    R is off by goes through W, :math:`\|W E\|_F \le \|W\| \|E\|_F`, and R through what W is off by.
 
     Args:
         paths: to its input.
         matrix: W, (*, m, k), the leading dimensions as in :class:`Path`.
-        known: a bound of its norm, a number or (B or 1,).
+        known: a bound of its norm, errors included, a number or (B or 1,).
         error: how far W may be off in the Frobenius norm.
     """
     matrix = matrix.detach().double()
     matrix = matrix[(None,) * (4 - matrix.ndim)]
-    own = torch.linalg.matrix_norm(matrix).amax(-1)
+    own = frobenius_norm(matrix).amax(-1)
     found = []
     for path in paths:
         if path.matrix is None:
             found.append(_narrow(Path(path.size, matrix, torch.as_tensor(error), known)))
             continue
-        size = torch.linalg.matrix_norm(path.matrix).amax(-1)
-        off = known * path.error + error * size
-        off = enlarge(off + 2.0 * (matrix.shape[-1] + 8) * UNIT * own * size) + FLOOR
+        size = frobenius_norm(path.matrix).amax(-1)
+        rounded = 2.0 * (matrix.shape[-1] + 8) * UNIT * own * size
+        off = enlarge(known * path.error + error * size + rounded) + FLOOR
         found.append(_narrow(Path(path.size, matrix @ path.matrix, off, None)))
     return tuple(found)
 
@@ -107,7 +108,7 @@ def _narrow(path: Path) -> Path:
     rows, columns = path.matrix.shape[-2:]
     if columns <= rows or not bool(torch.isfinite(path.matrix).all()):
         return path
-    size = torch.linalg.matrix_norm(path.matrix).amax(-1)
+    size = frobenius_norm(path.matrix).amax(-1)
     off = enlarge(path.error + 32.0 * rows * columns * UNIT * size) + FLOOR
     narrow = torch.linalg.qr(path.matrix.mT, mode="r").R.mT
     return Path(path.size, narrow, off, path.known)
@@ -116,7 +117,9 @@ def _narrow(path: Path) -> Path:
 def scaled(paths: Paths, factor: Tensor | float) -> Paths:
     """The paths behind a multiplication by a number of at most this size, rounded up."""
     return tuple(
-        Path(path.size * factor * ROUND_UP, path.matrix, path.error, path.known) for path in paths
+        # Above FLOOR: a matrix may enlarge what two small factors would have taken out of range.
+        replace(path, size=(path.size * factor * ROUND_UP).clamp_min(FLOOR))
+        for path in paths
     )
 
 

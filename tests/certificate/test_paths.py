@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from fractions import Fraction
 
 import pytest
@@ -13,6 +14,7 @@ import lipformer as lf
 from lipformer.certificate import paths
 from lipformer.flows import InvertibleSequential
 from lipformer.layers.branch import call_branch
+from lipformer.layers.scaled import Scaled
 from tests.oracles import dense_jacobian
 
 D, HIDDEN = 6, 16
@@ -186,9 +188,34 @@ def test_products_that_lose_digits_and_range() -> None:
 
     assert exact == 1
     assert 1.0 <= lf.certify(chain([[v] for v in ones], [row])).bound < 1e3
+    tiny, large = 2.0**-664, 2.0**500  # squares of the entries leave the range
+    bound = lf.certify(chain([[v * large] for v in ones], [[v * tiny for v in row]])).bound
+    assert tiny * large <= bound < 1e3 * tiny * large
     assert lf.certify(chain([[1e-200]], [[1e-200]], [[1e300]])).bound >= 1e-100
     assert 1e100 <= lf.certify(chain([[1e200]], [[1e200]], [[1e-300]])).bound <= 1.01e100
     assert lf.certify(chain([[0.0]], [[1e300]])).bound == 0.0
+
+
+@pytest.mark.parametrize("wrap", [Scaled, lambda module, factor: lf.Contractive(module, float(factor))])
+def test_factors_that_lose_range(wrap: Callable) -> None:
+    """1e-200 twice and 1e300 are 1e-100, whatever underflows on the way."""
+    ones = [nn.Linear(1, 1, bias=False, dtype=torch.float64) for _ in range(3)]
+    for layer, weight in zip(ones, (1.0, 1.0, 1e300), strict=True):
+        nn.init.constant_(layer.weight, weight)
+    factor = torch.tensor(1e-200, dtype=torch.float64)
+    model = nn.Sequential(wrap(ones[0], factor), wrap(ones[1], factor), ones[2])
+    around = lf.certify(model, at=torch.ones(1, 2, 1, dtype=torch.float64), radius=1.0)
+    for certificate in (lf.certify(model), around):
+        assert 1e-100 <= certificate.bound <= 1.01e-100
+
+
+def test_rounding_errors_do_not_grow_with_depth_and_width() -> None:
+    """24 scales of 64 features are their product, not that with an error that grew by 8 at each."""
+    scales = [act_norm(64, 0.05) for _ in range(24)]
+    model = nn.Sequential(*scales, nn.Linear(64, 3)).double()
+    product = torch.stack([scale.log_scale for scale in scales]).sum(0).exp()
+    weight = model[-1].weight
+    assert lf.certify(model).bound <= 1.001 * max(norm(weight * product), norm(weight))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -309,7 +309,8 @@ def _(module: Scaled, x: Tensor) -> tuple[Tensor, Modulus]:
 
 def _scaled(inner: Named, factor: Tensor, theorem: str) -> Named:
     size = factor.detach().double().abs().amax() * ROUND_UP**2
-    return Named(lambda delta: inner(delta) * size, theorem, then_scaled(inner.passage, size))
+    times = _times(float(size))
+    return Named(lambda delta: times(inner(delta)), theorem, then_scaled(inner.passage, size))
 
 
 @register_perturbation(L2MultiheadAttention)

@@ -43,6 +43,14 @@ def rescale(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return a, scale, top
 
 
+def frobenius_norm(matrix: Tensor) -> Tensor:
+    """The Frobenius norm (*, m, n) -> (*,) in float64, whose squares stay in range."""
+    if not matrix.numel():
+        return matrix.sum((-2, -1), dtype=torch.float64)
+    a, scale, _ = rescale(matrix)
+    return scale * torch.linalg.matrix_norm(a)
+
+
 def tall(a: Tensor, like: Tensor | None = None) -> Tensor:
     """Transpose a if like (by default a itself) has more columns than rows.
 

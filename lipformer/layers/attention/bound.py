@@ -20,6 +20,7 @@ from lipformer.certificate.paths import Passage, behind, through, total
 from lipformer.functional import l2_gain, row_spread, spectral_norm_bound
 from lipformer.functional.rounding import FLOOR, ROUND_UP, UNIT, enlarge, running, running_dtype
 from lipformer.functional.spectral.bound import norm_bound
+from lipformer.functional.spectral.rounding import frobenius_norm
 from lipformer.layers.attention.key_ball import ball_gains
 from lipformer.layers.attention.key_cache import KeyCache
 from lipformer.layers.attention.multihead import L2MultiheadAttention
@@ -307,7 +308,7 @@ def read_out_passage(layer: L2MultiheadAttention, m: Tensor, gains: Tensor) -> P
 def rounded_passage(matrix: Tensor, error: Tensor | float = 0.0) -> Passage:
     """Through a matrix (*, m, n) whose entries were rounded a few times."""
     matrix = matrix.unsqueeze(-3)
-    error = enlarge(error + 16.0 * UNIT * torch.linalg.matrix_norm(matrix).amax(-1))
+    error = enlarge(error + 16.0 * UNIT * frobenius_norm(matrix).amax(-1))
     known = (norm_bound(matrix).amax(-1) + error) * ROUND_UP
     return partial(through, matrix=matrix, known=known, error=error)
 
