@@ -141,7 +141,7 @@ def length(layer: L2MultiheadAttention, ask: Ask) -> float:
     if layer.window is None and layer.slopes is None and not _any_number(layer, ask):
         raise ask.refuse(
             "the gain of attention grows with the number of tokens, and none was given",
-            "seq_len=N, or a layer with max_len=N, a window, positions='alibi' or causal=False, key_radius=R",
+            "seq_len=N, or a layer with max_len=N, a window, ALiBi, or key_radius with causal=False",
         )
     return math.inf
 
