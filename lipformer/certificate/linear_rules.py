@@ -58,7 +58,9 @@ def _(module: nn.Linear, ask: Ask) -> Bound:
         return linear_bound(module.weight, ask)
     passage = None
     # On other devices a pass through many layers derives their weights together, with other rounding.
-    if ask.follows and module.weight.device.type == "cpu":
+    # What comes before a bound in a chain may be random or change: the norm alone is known for good.
+    alone = len(_chain(module)) == 1
+    if ask.follows and alone and module.weight.device.type == "cpu":
         weight = module.weight.detach()
         # There, too, the factor may have another last digit.
         error = 4.0 * torch.finfo(weight.dtype).eps * weight.double().norm()
@@ -79,11 +81,16 @@ class _NotKnown(Exception):
     pass
 
 
+def _chain(module: nn.Module) -> nn.ModuleList:
+    """The parametrizations of the weight, in the order in which they run."""
+    return cast(nn.ModuleList, cast(nn.ModuleDict, module.parametrizations)["weight"])
+
+
 def known_coefficient(module: nn.Module) -> float | None:
     """The norm that a parametrization of the weight guarantees, None if it is to be measured."""
     if not parametrize.is_parametrized(module, "weight"):
         return None
-    chain = cast(nn.ModuleList, cast(nn.ModuleDict, module.parametrizations)["weight"])
+    chain = _chain(module)
     try:
         refuse_hooks(chain, _NotKnown)
         rule = coefficients.find(chain[-1], _NotKnown)

@@ -8,6 +8,7 @@ from fractions import Fraction
 
 import pytest
 import torch
+import torch.nn.utils.parametrize as parametrize
 from torch import Tensor, nn
 
 import lipformer as lf
@@ -170,6 +171,18 @@ def test_what_is_not_linear_is_not_multiplied_out() -> None:
         around = lf.certify(model, at=x, radius=2.0).bound
         assert around >= abs(model(-x) - model(x)).item() / 2.0
         assert around >= 0.5
+
+
+class Drops(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * (torch.rand_like(weight) < 0.5)
+
+
+def test_a_weight_that_changes_is_known_by_its_norm_alone() -> None:
+    first, last = nn.Linear(D, D), nn.Linear(D, D)
+    parametrize.register_parametrization(first, "weight", Drops())
+    lf.spectral_bound(first, mode="normalize")
+    assert lf.certify(nn.Sequential(first, last)).bound >= norm(last.weight)
 
 
 def test_products_that_lose_digits_and_range() -> None:
