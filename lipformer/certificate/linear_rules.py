@@ -106,7 +106,8 @@ def patches_of_a_pixel(
 ) -> int:
     """The most patches that one pixel lies in."""
     sizes = zip(kernel_size, stride, dilation, strict=True)
-    return math.prod(-(-k // s) if d == 1 else k for k, s, d in sizes)
+    # A list: torch.compile follows no generator here.
+    return math.prod([-(-k // s) if d == 1 else k for k, s, d in sizes])
 
 
 def conv_bound(

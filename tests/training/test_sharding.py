@@ -32,6 +32,6 @@ def test_its_bounds_are_those_of_the_whole_weights(runs: dict[str, Any], variant
     """Adam enlarges rounding errors of small gradients; a wrong bound is noticed all the same."""
     sharded, alone, broken = (runs[kind][variant] for kind in ("sharded", "alone", "broken"))
     torch.testing.assert_close(sharded["losses"], alone["losses"], rtol=0, atol=1e-5)
-    assert (broken["losses"] - alone["losses"]).abs().max() > 1e-3
+    assert (broken["losses"] - alone["losses"]).abs().max() > 3e-4
     for name, weight in alone["weights"].items():
         torch.testing.assert_close(sharded["weights"][name], weight, rtol=0, atol=1e-3)
