@@ -10,7 +10,7 @@ from torch import Tensor
 from lipformer.functional.spectral.rounding import tall
 
 STEPS = 6
-"""Singular values from 0.1 of the largest on become 0.6 or more, from 0.3 on 0.999."""
+"""Of :math:`X_0` below, singular values of 0.05, 0.1 and 0.3 become 0.52, 0.85 and 1.00."""
 
 
 def orthogonalised(weight: Tensor, steps: int = STEPS) -> Tensor:
