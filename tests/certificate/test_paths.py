@@ -55,16 +55,14 @@ def product(certificate: lf.certificate.Certificate) -> float:
 
 
 def test_a_stack_is_attacked() -> None:
-    for seed in range(2):
-        torch.manual_seed(seed)
-        model = stack(2)
-        certificate = lf.certify(model)
-        assert certificate.theorem == "sum over paths"
-        assert certificate.bound < 0.8 * product(certificate)
-        x = torch.randn(1, 5, D, dtype=torch.float64)
-        assert lf.attack_lipschitz(model, x, steps=2, restarts=1).value <= certificate.bound
-        for scale in (0.1, 10.0):
-            assert norm(dense_jacobian(model, scale * x)) <= certificate.bound
+    model = stack(2)
+    certificate = lf.certify(model)
+    assert certificate.theorem == "sum over paths"
+    assert certificate.bound < 0.8 * product(certificate)
+    x = torch.randn(1, 5, D, dtype=torch.float64)
+    assert lf.attack_lipschitz(model, x, steps=2, restarts=1).value <= certificate.bound
+    for scale in (0.1, 10.0):
+        assert norm(dense_jacobian(model, scale * x)) <= certificate.bound
 
 
 @pytest.mark.parametrize("aligned", [True, False])
