@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol, cast, runtime_checkable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipformer.analysis.inputs import check_finite, refuse_autocast
@@ -15,19 +16,21 @@ from lipformer.certificate.bounds import bound_rules
 from lipformer.certificate.rules import check_forward, kind_of, methods_behind
 from lipformer.functional.attention.maps import AttentionMaps, TensorParts
 from lipformer.layers import L2MultiheadAttention
-from lipformer.layers.attention.positions import rotary_angles, rotate
+from lipformer.layers.attention.positions import rotate
 
 
 @dataclass(frozen=True, eq=False)
 class Heads(TensorParts):
     r"""Pure attention of tokens (rows) x: no residual, no normalisation, no dropout.
 
-    .. math:: S^h_{ij} = s\,(x_i Q_h + q_h) \cdot (x_j K_h + k_h) + B^h_{ij}, \qquad
+    .. math:: S^h_{ij} = s\,R_i\,n(x_i Q_h + q_h) \cdot R_j\,n(x_j K_h + k_h) + B^h_{ij}, \qquad
               f(x)_i = c + \sum_h \sum_j \mathrm{softmax}_j(S^h_{ij})\, (x_j V_h + v_h) O_h
 
-    It is the function of `AttentionMaps` in factors of rank d, the width of a head: a product with its
-    Jacobian costs :math:`O(N D^2 + N^2 D)`, not :math:`O(H N D^2 + H N^2 D)`. Without `out` the heads
-    are concatenated.
+    with rotary positions R and a normalisation n of queries and keys where a model has them.
+
+    Without these it is the function of `AttentionMaps` in factors of rank d, the width of a head: a
+    product with its Jacobian costs :math:`O(N D^2 + N^2 D)`, not :math:`O(H N D^2 + H N^2 D)`. Without
+    `out` the heads are concatenated.
 
     Attributes:
         query: Q, (H, D, d).
@@ -36,11 +39,15 @@ class Heads(TensorParts):
         out: O, (H, e, E), or None.
         scale: s.
         query_bias: q, (H, d).
-        key_bias: k, (H, d); it matters only with `rotary`.
+        key_bias: k, (H, d); it matters only with R or n.
         value_bias: v, (H, e).
         out_bias: c, (E,); not without `out`.
         causal: token i sees tokens j <= i alone.
-        rotary: queries and keys are turned by rotary positions.
+        cos: of the angles of R, (N, d / 2), or None.
+        sin: likewise.
+        query_norm: g (d,) of :math:`n(u) = g\,u / \sqrt{|u|^2/d + \epsilon}` (RMSNorm), or None.
+        key_norm: likewise for keys.
+        norm_eps: :math:`\epsilon`.
     """
 
     query: Tensor
@@ -53,7 +60,11 @@ class Heads(TensorParts):
     value_bias: Tensor | None = None
     out_bias: Tensor | None = None
     causal: bool = False
-    rotary: bool = False
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    query_norm: Tensor | None = None
+    key_norm: Tensor | None = None
+    norm_eps: float = 0.0
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """f(x), (*, N, D) -> (*, N, E).
@@ -62,10 +73,9 @@ class Heads(TensorParts):
             x: tokens.
             bias: B, added to the logits, broadcastable to (*, H, N, N); -inf where i may not see j.
         """
-        q, k = _projected(x, self.query, self.query_bias), _projected(x, self.key, self.key_bias)
-        if self.rotary:
-            angles = rotary_angles(x.shape[-2], q.shape[-1], 0, x.device)
-            q, k = rotate(q, *angles), rotate(k, *angles)
+        q, k = self._queries_and_keys(x)
+        if self.cos is not None and self.sin is not None:
+            q, k = rotate(q, self.cos, self.sin), rotate(k, self.cos, self.sin)
         scores = (self.scale * q) @ k.mT
         if bias is not None:
             scores = scores + bias.to(scores.dtype)
@@ -82,9 +92,18 @@ class Heads(TensorParts):
         """The same heads, concatenated instead of projected."""
         return dataclasses.replace(self, out=None, out_bias=None)
 
+    def _queries_and_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """n(x Q + q) and n(x K + k), (*, H, N, d)."""
+        q, k = _projected(x, self.query, self.query_bias), _projected(x, self.key, self.key_bias)
+        if self.query_norm is not None:
+            q = F.rms_norm(q, q.shape[-1:], self.query_norm, self.norm_eps)
+        if self.key_norm is not None:
+            k = F.rms_norm(k, k.shape[-1:], self.key_norm, self.norm_eps)
+        return q, k
+
     def largest_logit(self, x: Tensor) -> float:
         """s max |query| max |key|: the scale of the rounding errors of the logits."""
-        q, k = _projected(x, self.query, self.query_bias), _projected(x, self.key, self.key_bias)
+        q, k = self._queries_and_keys(x)
         return abs(self.scale) * float(q.norm(dim=-1).amax() * k.norm(dim=-1).amax())
 
     @property
@@ -96,14 +115,22 @@ class Heads(TensorParts):
         shift = bias.flatten() if self.out is None else torch.einsum("he,hef->f", bias, self.out)
         return shift if self.out_bias is None else shift + self.out_bias
 
+    @property
+    def bilinear(self) -> bool:
+        """Whether logits are bilinear in two tokens, whatever their places: no R and no n."""
+        return self.cos is None and self.query_norm is None and self.key_norm is None
+
     def attention_maps(self) -> AttentionMaps:
         """As maps of single tokens in float64, the form that bounds take.
 
         Raises:
-            ValueError: with `rotary`, whose logits are no function of two tokens alone.
+            ValueError: unless `bilinear`.
         """
-        if self.rotary:
-            raise ValueError("rotary positions have no AttentionMaps: their logits depend on i - j")
+        if not self.bilinear:
+            raise ValueError(
+                "rotary positions and normalised queries or keys have no AttentionMaps: their logits "
+                "are not bilinear in two tokens alone"
+            )
         out = self.out
         if out is None:
             heads, width = self.value.shape[0], self.value.shape[2]
@@ -145,14 +172,22 @@ def split_heads(
     out_bias: Tensor | None,
     scale: float,
     causal: bool,
-    rotary: bool = False,
+    groups: int = 1,
 ) -> Heads:
-    """From the weights (D, H d) of all heads side by side, query, key and value in this order."""
-    q, k, v = (w.reshape(w.shape[0], heads, -1).transpose(0, 1) for w in weights)
-    qb, kb, vb = (None if b is None else b.reshape(heads, -1) for b in biases)
-    return Heads(
-        q, k, v, out.reshape(heads, -1, out.shape[-1]), scale, qb, kb, vb, out_bias, causal, rotary
+    """From the weights (D, H d) of all heads side by side, query, key and value in this order.
+
+    With groups each key and value head serves so many query heads, one after the other.
+    """
+    shared = (1, groups, groups)
+    q, k, v = (
+        w.reshape(w.shape[0], heads // g, -1).transpose(0, 1).repeat_interleave(g, 0)
+        for w, g in zip(weights, shared, strict=True)
     )
+    qb, kb, vb = (
+        None if b is None else b.reshape(heads // g, -1).repeat_interleave(g, 0)
+        for b, g in zip(biases, shared, strict=True)
+    )
+    return Heads(q, k, v, out.reshape(heads, -1, out.shape[-1]), scale, qb, kb, vb, out_bias, causal)
 
 
 def split_qkv_bias(bias: Tensor | None) -> list[Tensor | None]:

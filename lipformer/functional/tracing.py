@@ -42,6 +42,15 @@ def tracing() -> bool:
     )
 
 
+def for_onnx() -> bool:
+    """Whether torch.onnx.export is tracing."""
+    return tracing() and torch.onnx.is_in_onnx_export()
+
+
+# Where its first attempt fails it traces once more, by dynamo, which takes torch's answer for no.
+for_onnx._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def debugging() -> bool:
     """Whether values are to be read at any cost: under debug_checks(), not while tracing."""
     return _debug and not tracing()

@@ -288,7 +288,7 @@ def _(module: Contractive) -> nn.Module:
     module = copy.deepcopy(module)
     scales, divided = module.scales(), module._divided()
     if divided is None:
-        return Scaled(bake_in_place(module.module), scales)
+        return bake_in_place(Scaled(module.module, scales))
     layer, rule = divided
     baked = rule.bake(layer, scales)
     return FirstOutput(bake_in_place(replace_part(module.module, layer, baked), {baked: baked}))

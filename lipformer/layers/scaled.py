@@ -11,7 +11,7 @@ from lipformer.certificate.paths import then_scaled
 from lipformer.functional.rounding import ROUND_UP, multiply_down
 from lipformer.layers.branch import Call, call_branch
 from lipformer.layers.decoding import Cache, register_step, step_module
-from lipformer.layers.layer import Layer
+from lipformer.layers.layer import Layer, bake_in_place, register_bake
 from lipformer.layers.own_token import push_own, register_own_token
 
 
@@ -60,11 +60,13 @@ class Scaled(Layer):
     """
 
     factor: Tensor
+    power: Tensor | None
 
     def __init__(self, module: nn.Module, factor: Tensor) -> None:
         super().__init__()
         self.module = module
         self.register_buffer("factor", factor)
+        self.register_buffer("power", None, persistent=False)  # known once baked
 
     def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """Shapes as the module's."""
@@ -74,14 +76,27 @@ class Scaled(Layer):
         if isinstance(module, nn.Linear) and plain:
             # A power of two goes into the weight, which is exact: a large factor behind the product
             # would multiply the gradients that float16-mixed training holds in float16. A small one
-            # would leave the range of float16 there. (fmax takes the 1 where 0 / 0 is not a number.)
-            power = torch.fmax(factor / torch.frexp(factor).mantissa, torch.ones_like(factor))
+            # would leave the range of float16 there.
+            power = _power_of_two(factor) if self.power is None else self.power
             factor = factor / power
             bias = None if module.bias is None else module.bias * power
             out = F.linear(x, module.weight * power, bias)
         else:
             out = call_branch(module, x, key_padding_mask)
         return multiply_down(out, factor)
+
+
+def _power_of_two(factor: Tensor) -> Tensor:
+    """The power of two above the size of a factor; at least 1."""
+    # fmax takes the 1 where 0 / 0 is not a number.
+    return torch.fmax(factor / torch.frexp(factor).mantissa, torch.ones_like(factor))
+
+
+@register_bake(Scaled)
+def _(module: Scaled) -> Scaled:
+    module.module = bake_in_place(module.module)
+    module.power = _power_of_two(module.factor)  # ONNX has no frexp
+    return module
 
 
 @register_bound(Scaled)

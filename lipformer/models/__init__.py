@@ -17,6 +17,7 @@ from lipformer.models.builders import (
 from lipformer.models.causal_attention import DotProductAttention, UntiedL2Attention
 from lipformer.models.config import LanguageModelConfig
 from lipformer.models.converted import load_converted
+from lipformer.models.hugging_face import register_l2_attention
 from lipformer.models.language_model import LanguageModel
 from lipformer.models.self_attention import DotProductSelfAttention
 from lipformer.models.vision_config import VisionTransformerConfig
@@ -38,4 +39,5 @@ __all__ = [
     "l2_untied",
     "lipschitz",
     "load_converted",
+    "register_l2_attention",
 ]

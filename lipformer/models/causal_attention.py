@@ -13,6 +13,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from lipformer.certificate import Ask, Bound, register_bound
+from lipformer.functional.attention.untied import untied_operands
 from lipformer.layers.attention.positions import exact_slopes, rotary_angles, rotate
 from lipformer.layers.branch import Call
 from lipformer.layers.constants import Constants
@@ -193,21 +194,8 @@ class UntiedL2Attention(CausalAttention):
         self.log_temperature = nn.Parameter(spread - math.log(self.head_dim))
 
     def operands(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        r""":math:`[2t\,q, 1], [k, -t\|k\|^2], [v, 0]`: the logits up to a constant in each row.
-
-        The norm takes two columns, the second with the first's rounding error: half precision alone
-        would lose it. Fused kernels want one width for all three, a multiple of 8.
-        """
-        t = self.log_temperature.exp()[:, None, None]
-        wide = k.to(torch.promote_types(k.dtype, torch.float32))
-        norm = -t * wide.square().sum(-1, keepdim=True)
-        high = norm.to(k.dtype)
-        low = (norm.detach() - high.detach().to(norm.dtype)).to(k.dtype)
-        filler = -(self.head_dim + 2) % 8
-        ones = torch.ones_like(q[..., :1])
-        query = torch.cat([(2.0 * t * q).to(q.dtype), ones, ones], dim=-1)
-        key = torch.cat([k, high, low], dim=-1)
-        return F.pad(query, (0, filler)), F.pad(key, (0, filler)), F.pad(v, (0, filler + 2))
+        """See :func:`untied_operands`."""
+        return untied_operands(q, k, v, self.log_temperature.exp()[:, None, None])
 
 
 def _refuse(module: CausalAttention, ask: Ask) -> Bound:

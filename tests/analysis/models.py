@@ -37,6 +37,19 @@ def hugging_face(kind: str, implementation: str = "eager") -> Any:
     }
     gpt2 = {"n_embd": 24, "n_layer": 2, "n_head": 3, "attn_pdrop": 0.5, "resid_pdrop": 0.5}
     distil = {"dim": 24, "n_layers": 2, "n_heads": 3, "hidden_dim": 32, "attention_dropout": 0.5}
+    # Four query heads of width 8, which is not 24 / 4, on two heads of keys and values.
+    llama = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "intermediate_size": 32,
+        "attention_dropout": 0.5,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
     made = {
         "bert": lambda: (hf.BertModel, hf.BertConfig(**bert)),
         "bert-decoder": lambda: (hf.BertLMHeadModel, hf.BertConfig(**bert, is_decoder=True)),
@@ -47,18 +60,14 @@ def hugging_face(kind: str, implementation: str = "eager") -> Any:
             hf.GPT2Config(vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, **gpt2),
         ),
         "roformer": lambda: (hf.RoFormerModel, hf.RoFormerConfig(**bert)),
-        "llama": lambda: (
-            hf.LlamaModel,
-            hf.LlamaConfig(
-                vocab_size=VOCABULARY,
-                hidden_size=24,
-                num_hidden_layers=1,
-                num_attention_heads=3,
-                intermediate_size=32,
-                bos_token_id=0,
-                eos_token_id=0,
-            ),
+        "llama": lambda: (hf.LlamaForCausalLM, hf.LlamaConfig(**llama, attention_bias=True)),
+        "half-rotary": lambda: (
+            hf.GlmModel,
+            hf.GlmConfig(**llama, pad_token_id=0, partial_rotary_factor=0.5),
         ),
+        "mistral": lambda: (hf.MistralModel, hf.MistralConfig(**llama, sliding_window=3)),
+        "qwen2": lambda: (hf.Qwen2Model, hf.Qwen2Config(**llama)),
+        "qwen3": lambda: (hf.Qwen3Model, hf.Qwen3Config(**llama)),
     }
     model, config = made[kind]()
     return spread(model._from_config(config, attn_implementation=implementation))

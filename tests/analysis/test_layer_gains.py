@@ -10,7 +10,12 @@ from typing import Any
 import pytest
 import scipy.stats
 import torch
+import transformers as hf
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lipformer as lf
 from lipformer.analysis import AttentionProbe, GainRow, GainTable, layer_gains, probe_attention
@@ -49,6 +54,53 @@ def test_gains_are_those_of_the_dense_jacobian(kind: str, output_projection: boo
         assert row.radius == pytest.approx(float(probe.tokens.norm(dim=-1).max()))
         assert row.bound is not None
         assert row.gain <= row.bound
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+def test_grouped_queries_and_rotary_positions(kind: str) -> None:
+    """Against the Jacobian of the model's own module, called as the model calls it."""
+    model, calls = hugging_face(kind, "sdpa").double().eval(), []
+    layers = [m for m in model.modules() if type(m).__name__.endswith("Attention")]
+    for layer in layers:
+        layer.register_forward_pre_hook(lambda *call: calls.append(call), with_kwargs=True)
+    model(IDS[None], use_cache=False)
+    for layer in layers:
+        layer._forward_pre_hooks.clear()
+    table = layer_gains(model, [IDS])
+    assert len(table) == 2
+    for row, (layer, _, given) in zip(table.rows, calls, strict=True):
+
+        def attention(x: Tensor, layer: Any = layer, given: Any = given) -> Tensor:
+            return layer(**{**given, "hidden_states": x[None]})[0][0]
+
+        x = given["hidden_states"][0]
+        with sdpa_kernel(SDPBackend.MATH):
+            jacobian = torch.func.jacrev(attention)(x).reshape(-1, x.numel())
+        assert row.converged
+        assert row.gain == pytest.approx(float(torch.linalg.matrix_norm(jacobian, ord=2)), rel=1e-5)
+        assert row.bound is None
+    short = layer_gains(model, [IDS[:3]], output_projection=False)
+    assert all(row.gain > 0.0 for row in short.rows)
+
+
+def test_texts_need_a_tokenizer_and_are_its_ids() -> None:
+    words = WordLevel({"[UNK]": 1, "how": 5, "smooth": 9, "is": 17, "attention": 23}, "[UNK]")
+    inner = Tokenizer(words)
+    inner.pre_tokenizer = Whitespace()
+    tokenizer = hf.PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="[UNK]")
+    model = hugging_face("llama")
+
+    def gains(tokens: Any, **options: Any) -> GainTable:
+        return layer_gains(model, tokens, generator=torch.Generator().manual_seed(0), **options)
+
+    expected = gains([torch.tensor([5, 9, 17, 23]), torch.tensor([9, 1])])
+    assert gains(["how smooth is attention", "smooth what"], tokenizer=tokenizer) == expected
+    assert gains("how smooth is attention", tokenizer=tokenizer).rows == expected.rows[:2]
+    for tokens, given in (("how", None), (["how"], None), ([IDS, "how"], tokenizer), ([IDS], tokenizer)):
+        with pytest.raises(ValueError, match="texts, and texts alone, need a tokenizer"):
+            gains(tokens, tokenizer=given)
+    with pytest.raises(ValueError, match=r"give batch\['input_ids'\]"):
+        gains(tokenizer("how smooth"))
 
 
 def test_nested_model_padding_and_bounds() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from torch import Tensor, nn
 
 import lipformer as lf
@@ -214,8 +215,18 @@ def test_what_is_not_known_is_not_measured() -> None:
         ValueError, match="computes something else"
     ):  # rotary positions in BERT's clothes
         probe_attention(hugging_face("roformer"), IDS)
-    with pytest.raises(ValueError, match=r"LlamaAttention.*Known: torch.nn.MultiheadAttention"):
-        probe_attention(hugging_face("llama"), IDS)
+    with pytest.raises(ValueError, match=r"T5LayerSelfAttention.*Known: torch.nn.MultiheadAttention"):
+        probe_attention(hf.T5EncoderModel(hf.T5Config(d_model=8, d_ff=8, num_layers=1)), IDS)
+    lf.models.register_l2_attention()
+    for kind in ("bert", "llama"):  # L2 attention behind the names of dot-product attention
+        with pytest.raises(ValueError, match="computes something else"):
+            probe_attention(hugging_face(kind, "lipformer_l2"), IDS)
+    llama = hugging_face("llama")
+    llama.model.layers[0].self_attn.q_norm = nn.LayerNorm(8)
+    with pytest.raises(ValueError, match="query_norm must be an RMSNorm of 8 features"):
+        probe_attention(llama, IDS)
+    with pytest.raises(ValueError, match="must turn all 8 features of a head"):
+        probe_attention(hugging_face("half-rotary"), IDS)
     with pytest.raises(ValueError, match="L2MultiheadAttention"):
         probe_attention(lf.L2MultiheadAttention(8, 2), torch.randn(3, 8))
     adapted = hugging_face("bert")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +17,9 @@ from lipformer.estimates import estimate_lipschitz
 
 def layer_gains(
     model: nn.Module,
-    tokens: Tensor | Sequence[Tensor],
+    tokens: Tensor | Sequence[Tensor] | Sequence[str],
     *,
+    tokenizer: Callable[[str], Any] | None = None,
     lengths: Sequence[int] | None = None,
     tol: float = 1e-4,
     restarts: int = 2,
@@ -43,14 +44,15 @@ def layer_gains(
     Args:
         model: see `probe_attention`.
         tokens: sequences: a list of ids (N,) or embedded tokens (N, D), or one tensor (B, N) of ids or
-            (B, N, D) of embedded tokens.
+            (B, N, D) of embedded tokens; or texts, one or a list.
+        tokenizer: of texts, as Hugging Face's: ``tokenizer(text)["input_ids"]`` are the ids.
         lengths: of each sequence; what follows is padding and is cut off, so that it cannot matter.
         tol: relative tolerance of a gain.
         restarts: random directions that span the first search space of each gain.
         max_iter: largest number of steps of each gain.
         bound: method of `local_bound` for the upper bound beside each gain, or None for none. "min" and
             "sharp" are much closer and take far longer than the gain for long sequences. Layers whose
-            logits depend on positions (ALiBi, rotary) have no bound.
+            logits depend on positions (ALiBi, rotary) or normalise queries have no bound.
         output_projection: whether attention includes the layer's output projection.
         forward: calls the model on a batch of one, see `probe_attention`.
         progress: shows a progress bar (needs rich).
@@ -66,7 +68,7 @@ def layer_gains(
         >>> [(row.layer, row.n, row.gain < row.bound) for row in table.rows]
         [('self_attn', 2, True), ('self_attn', 4, True), ('self_attn', 6, True)]
     """
-    sequences = _sequences(tokens, lengths)
+    sequences = _sequences(_encoded(model, tokens, tokenizer), lengths)
     rows: list[GainRow] = []
     with _bar(progress, len(sequences)) as advance:
         for number, ids in enumerate(sequences):
@@ -100,6 +102,25 @@ def _bound(probe: AttentionProbe, method: str) -> float | None:
         return None
     with torch.no_grad():
         return float(local_bound(maps, probe.tokens, probe.mask, method=method))
+
+
+def _encoded(
+    model: nn.Module,
+    tokens: Tensor | Sequence[Tensor] | Sequence[str],
+    tokenizer: Callable[[str], Any] | None,
+) -> Any:
+    """Texts as ids on the device of the model; all else as it is."""
+    given = [tokens] if isinstance(tokens, str) else tokens
+    texts = [] if isinstance(given, (Tensor, Mapping)) else [t for t in given if isinstance(t, str)]
+    if bool(texts) != (tokenizer is not None) or len(texts) not in (0, len(given)):
+        raise ValueError(
+            'texts, and texts alone, need a tokenizer, whose tokenizer(text)["input_ids"] are ids; got '
+            f"{len(texts)} texts among {len(given)} sequences and tokenizer={tokenizer!r}"
+        )
+    if tokenizer is None:
+        return tokens
+    device = next(model.parameters()).device
+    return [torch.tensor(tokenizer(text)["input_ids"], device=device) for text in texts]
 
 
 def _sequences(tokens: Tensor | Sequence[Tensor], lengths: Sequence[int] | None) -> list[Tensor]:

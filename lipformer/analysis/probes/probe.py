@@ -69,10 +69,10 @@ class AttentionProbe:
     def maps(self) -> AttentionMaps | None:
         """The layer as `AttentionMaps`, to be used with `mask`.
 
-        None where there are none: logits that depend on positions (ALiBi, rotary, any other float bias)
-        or a mask of its own for each head.
+        None where there are none: logits that depend on positions (ALiBi, rotary, any other float bias),
+        normalised queries or keys, or a mask of its own for each head.
         """
-        if isinstance(self.attention, Heads) and self.attention.rotary:
+        if isinstance(self.attention, Heads) and not self.attention.bilinear:
             return None
         if self.bias is not None and not _plain_mask(self.bias):
             return None
@@ -88,7 +88,8 @@ class AttentionProbe:
         maps, mask = self.maps(), self.mask
         if maps is None:
             raise ValueError(
-                f"{self.name} has no AttentionMaps: its logits depend on positions or differ in masks"
+                f"{self.name} has no AttentionMaps: its logits depend on positions, normalise their "
+                "queries and keys or differ in masks"
             )
         if mask is None or bool(mask.all()):
             return maps
@@ -124,8 +125,8 @@ def probe_attention(
 
     Args:
         model: a `torch.nn.MultiheadAttention`, `torch.nn.TransformerEncoder`, a
-            `lipformer.LanguageModel` of dot-product type, a Hugging Face model of BERT, DistilBERT or
-            GPT-2 type, or any module that has such layers inside.
+            `lipformer.LanguageModel` of dot-product type, a Hugging Face model of BERT, DistilBERT,
+            GPT-2 or Llama type, or any module that has such layers inside.
         tokens: one sequence without padding: ids (N,), or embedded tokens (N, D).
         output_projection: whether attention includes the layer's output projection. Without it the
             heads are concatenated.
@@ -274,7 +275,7 @@ def _probe(call: _Call, name: str, index: int) -> AttentionProbe:
     first = next(iter(call.arguments.values()))
     x, expected = _sequence(call, name, first), _sequence(call, name, _tensor(call.result))
     work = torch.promote_types(x.dtype, torch.float32)
-    made = heads_of(call.site).each(Tensor.detach)
+    made = heads_of(call.site, x.shape[0], call.arguments).each(Tensor.detach)
     attention, bias = made, None
     if isinstance(made, Heads):
         attention = made.to(work)

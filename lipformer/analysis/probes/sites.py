@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from lipformer.analysis.maps import (
     torch_heads,
 )
 from lipformer.functional.attention.maps import AttentionMaps
+from lipformer.layers.attention.positions import rotary_angles
 from lipformer.layers.convert.foreign import linear_map
 from lipformer.models.causal_attention import DotProductAttention, causal_bias
 
@@ -25,7 +27,8 @@ SUPPORTED = (
     "torch.nn.MultiheadAttention (also inside torch.nn.TransformerEncoder), lipformer's dot-product "
     "attention, modules with attention_maps(), and Hugging Face's attention of BERT type (query, key, "
     "value beside output.dense: BERT, RoBERTa, ELECTRA, MiniLM), of DistilBERT type (q_lin, k_lin, "
-    "v_lin, out_lin) and of GPT-2 type (c_attn, c_proj)"
+    "v_lin, out_lin), of GPT-2 type (c_attn, c_proj) and of Llama type (q_proj, k_proj, v_proj, o_proj, "
+    "grouped queries, rotary positions: Llama, Mistral, Qwen2, Qwen3)"
 )
 
 
@@ -80,11 +83,18 @@ def _kind(module: nn.Module) -> str | None:
         return "distilbert"
     if has("c_attn", "c_proj", "num_heads"):
         return "gpt2"
+    if has("q_proj", "k_proj", "v_proj", "o_proj", "num_key_value_groups", "head_dim"):
+        return "llama"
     return None
 
 
-def heads_of(site: Site) -> Heads | AttentionMaps:
+def heads_of(site: Site, n: int, arguments: Mapping[str, Any]) -> Heads | AttentionMaps:
     """The pure attention of a layer, with its output projection, as a function of its weights now.
+
+    Args:
+        site: the layer.
+        n: tokens of the call.
+        arguments: of the call, by name.
 
     Raises:
         ValueError: for a layer that is no plain self-attention.
@@ -95,8 +105,13 @@ def heads_of(site: Site) -> Heads | AttentionMaps:
         return torch_heads(module)
     if kind == "lipformer":
         parts = [*module.qkv.weight.mT.chunk(3, -1)], [*module.qkv.bias.chunk(3)], module.num_heads
-        scale = float(module.head_dim**-0.5)
-        return split_heads(*parts, *linear_map(module.out), scale, True, module.positions == "rotary")
+        made = split_heads(*parts, *linear_map(module.out), float(module.head_dim**-0.5), True)
+        if module.positions != "rotary":
+            return made
+        cos, sin = rotary_angles(n, module.head_dim, 0, made.query.device)
+        return dataclasses.replace(made, cos=cos, sin=sin)
+    if kind == "llama":
+        return _rotary_heads(site, arguments)
     if kind == "maps":
         return attention_maps(module)
     if kind == "gpt2":
@@ -113,6 +128,38 @@ def heads_of(site: Site) -> Heads | AttentionMaps:
     causal = bool(getattr(module, "is_causal", False))
     weights, biases = [w for w, _ in layers], [b for _, b in layers]
     return split_heads(weights, biases, heads, *out, _scale(module), causal)
+
+
+def _rotary_heads(site: Site, arguments: Mapping[str, Any]) -> Heads:
+    """Grouped-query attention with the rotary positions (cos, sin), (1, N, d) each, of its call."""
+    module: Any = site.module
+    layers = [linear_map(getattr(module, f"{name}_proj")) for name in "qkv"]
+    weights, biases = [w for w, _ in layers], [b for _, b in layers]
+    width = module.head_dim
+    made = split_heads(
+        weights, biases, weights[0].shape[1] // width, *linear_map(module.o_proj), _scale(module),
+        bool(module.is_causal), module.num_key_value_groups,
+    )  # fmt: skip
+    parts: dict[str, Any] = {}
+    angles = arguments.get("position_embeddings")
+    if angles is not None:
+        for name, angle in zip(("cos", "sin"), angles, strict=True):
+            if angle.shape[-1] != width or len(angle) != 1:
+                raise ValueError(
+                    f"{site.name}: rotary positions must turn all {width} features of a head, got "
+                    f"{name} of shape {tuple(angle.shape)}"
+                )
+            parts[name] = angle[0, :, : width // 2]  # the second half is the same again
+    for name, norm in (
+        ("query_norm", getattr(module, "q_norm", None)),
+        ("key_norm", getattr(module, "k_norm", None)),
+    ):
+        if norm is None:
+            continue
+        if not hasattr(norm, "variance_epsilon") or norm.weight.shape != (width,):
+            raise ValueError(f"{site.name}: {name} must be an RMSNorm of {width} features, got {norm}")
+        parts[name], parts["norm_eps"] = norm.weight, norm.variance_epsilon
+    return dataclasses.replace(made, **parts)
 
 
 def _scale(module: Any) -> float:

@@ -19,7 +19,7 @@ from lipformer.functional.spectral.top_vector import (
     top_eigenvector,
 )
 from lipformer.functional.spectral.with_gradient import Recipe, with_gradient
-from lipformer.functional.tracing import tracing
+from lipformer.functional.tracing import for_onnx, tracing
 
 _ENLARGEMENT = 2.0**-7
 """How far the verified value lies above the Lanczos value: the overshoot, 0.8%."""
@@ -213,7 +213,8 @@ def spectral_norm_bound(weight: Tensor, *, method: str = "cholesky") -> Tensor:
         has bound 0.
 
     Raises:
-        ValueError: weight is no matrix of real floating-point numbers, or the method is unknown.
+        ValueError: weight is no matrix of real floating-point numbers, the method is unknown, or it is
+            called by torch.onnx.export.
 
     Example:
         >>> w = torch.tensor([[3.0, 0.0], [0.0, -4.0]])
@@ -227,6 +228,11 @@ def spectral_norm_bound(weight: Tensor, *, method: str = "cholesky") -> Tensor:
         )
     if method not in _RECIPES:
         raise ValueError(f"method must be one of {sorted(_RECIPES)}, got {method!r}")
+    if for_onnx():
+        raise ValueError(
+            "bounds of spectral norms have no form in ONNX: lf.bake first, which puts plain weights in "
+            "the place of those that are computed from a bound, and export what it returns"
+        )
     if 0 in weight.shape[-2:]:
         return weight.sum(dim=(-2, -1), dtype=bound_dtype(weight))
     return with_gradient(_RECIPES[method], weight, partial(_compiled, method=method))
