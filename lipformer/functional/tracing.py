@@ -43,11 +43,11 @@ def tracing() -> bool:
 
 
 def for_onnx() -> bool:
-    """Whether torch.onnx.export is tracing."""
-    return tracing() and torch.onnx.is_in_onnx_export()
+    """Whether what is traced is for torch.onnx.export; asked while :func:`tracing` alone."""
+    return torch.onnx.is_in_onnx_export()
 
 
-# Where its first attempt fails it traces once more, by dynamo, which takes torch's answer for no.
+# Where its first attempt fails it traces once more, by dynamo, which would take torch's answer for no.
 for_onnx._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

@@ -183,10 +183,8 @@ def first(out: Any) -> Tensor:
 
 
 def layers(model: nn.Module) -> list[Any]:
-    kinds = (HostedAttention, lf.L2MultiheadAttention)
-    return [m for m in model.modules() if isinstance(m, kinds[:1])] or [
-        m for m in model.modules() if isinstance(m, kinds)
-    ]
+    hosted = [m for m in model.modules() if isinstance(m, HostedAttention)]
+    return hosted or [m for m in model.modules() if isinstance(m, lf.L2MultiheadAttention)]
 
 
 def attend(part: Any, x: Tensor, valid: Tensor, causal: bool, form: str) -> Tensor:

@@ -22,9 +22,9 @@ def untied_operands(
     lose it. Fused kernels want one width for all three, a multiple of 8.
 
     Args:
-        q: (\*, H, T, d).
-        k: (\*, K, S, d), for K = H heads or fewer, which the kernel shares.
-        v: (\*, K, S, e).
+        q: (*, H, T, d).
+        k: (*, K, S, d), for K = H heads or fewer, which the kernel shares.
+        v: (*, K, S, e).
         scale: temperature :math:`t`, a float or a tensor (H, 1, 1).
 
     Returns:

@@ -228,7 +228,7 @@ def spectral_norm_bound(weight: Tensor, *, method: str = "cholesky") -> Tensor:
         )
     if method not in _RECIPES:
         raise ValueError(f"method must be one of {sorted(_RECIPES)}, got {method!r}")
-    if for_onnx():
+    if tracing() and for_onnx():
         raise ValueError(
             "bounds of spectral norms have no form in ONNX: lf.bake first, which puts plain weights in "
             "the place of those that are computed from a bound, and export what it returns"
