@@ -20,7 +20,7 @@ def lines(*command: str) -> list[Any]:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1800,
     )
     assert done.returncode == 0, f"{command} ended with {done.returncode}: {done.stderr[-3000:]}"
     return [json.loads(line) for line in done.stdout.splitlines()]

@@ -299,7 +299,8 @@ class Effective:
 def jacobians(fn: Callable[[Tensor], Tensor], x: Tensor, axis: int, seed_scale: float = 1.0) -> Tensor:
     """Jacobians (K, n_out, n_in) of a function that treats the K entries of x's ``axis`` apart."""
     x = x.detach().requires_grad_()
-    rows = fn(x).movedim(axis, 0).flatten(1)
+    rows = fn(x).movedim(axis, 0)
+    rows = rows.reshape(len(rows), -1)  # not flatten: an entry may have become one number
     count = rows.shape[1]
     eye = torch.eye(count, dtype=rows.dtype) * seed_scale
     seeds = eye[:, None].expand(count, *rows.shape)
