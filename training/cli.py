@@ -65,8 +65,9 @@ class TrainingCLI(BaseCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Adds the callbacks, each under a name of its own, and says what of the model is the data's."""
-        parser.add_lightning_class_args(CertificateMonitor, "certificate")
+        # In the order in which they share their time.
         parser.add_lightning_class_args(InversionMonitor, "inversion")
+        parser.add_lightning_class_args(CertificateMonitor, "certificate")
         parser.add_lightning_class_args(TextSample, "text")
         parser.add_lightning_class_args(Report, "report")
         parser.add_argument(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, Literal
+from contextlib import contextmanager, suppress
+from typing import Any, ClassVar, Literal
 
 import lightning as L
 import rich
@@ -14,6 +14,7 @@ import torch
 from jsonargparse.typing import NonNegativeFloat, PositiveInt
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 import lipformer as lf
 from lipformer.flows import NotConverged
@@ -29,16 +30,42 @@ Norm = Literal["l2", "token", "self", "linf"]
 
 @contextmanager
 def measured(pl_module: LanguageModule) -> Iterator[LanguageModel]:
-    """The model in float32 or wider as it is saved: unsharded, in eval mode, outside autocast."""
+    """The model in float32 or wider as it is saved: unsharded, in eval mode, outside autocast.
+
+    It is frozen: an attack that normalised the weights in each pass would take half as long again.
+    """
     device = pl_module.device.type
     with torch.inference_mode(False), torch.autocast(device, enabled=False):
         model = whole_model(pl_module.model)
         training = model.training
         model.eval()
         try:
-            yield model
+            with lf.frozen(model):
+                yield model
         finally:
             model.train(training)
+
+
+class OutOfTime(Exception):
+    """A measurement was cut: it took longer than it may."""
+
+
+class Deadline(TorchFunctionMode):
+    """Raises :class:`OutOfTime` at the first call of torch after so many seconds.
+
+    Args:
+        seconds: infinity for no deadline.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self._end = time.monotonic() + seconds
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Calls the function, if there is time."""
+        if time.monotonic() > self._end:
+            raise OutOfTime
+        return func(*args, **(kwargs or {}))
 
 
 def certified_bound(model: LanguageModel, norm: str) -> float | None:
@@ -78,12 +105,81 @@ def local_gains(model: LanguageModel, tokens: Tensor, radius: float) -> tuple[fl
     return lf.certify(model, at=x, radius=length).bound, gain
 
 
-class CertificateMonitor(L.Callback):
+class Monitor(L.Callback):
+    """Measures after each validation, within a share of the training time since the last one.
+
+    What is cut is logged as not a number, told, counted in the report, and measured in full when the fit
+    ends. All monitors of a validation share that time; `validate` has no limit.
+
+    Attributes:
+        final: what was measured when the fit ended, since the last validation had cut it.
+    """
+
+    names: ClassVar[tuple[str, ...]]
+    option: ClassVar[str]
+
+    def __init__(self, enabled: bool, budget: float) -> None:
+        self.enabled, self.budget = enabled, budget
+        self.final: dict[str, float] = {}
+        self._begun = self._trained = self._spent = 0.0
+
+    def measure(self, model: LanguageModel, module: LanguageModule, seconds: float) -> dict[str, float]:
+        """What it measures; not a number what was cut after so many seconds, the same names anyway."""
+        raise NotImplementedError
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Starts the clock of training."""
+        self._begun = time.monotonic()
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Stops it."""
+        self._trained, self._spent = time.monotonic() - self._begun, 0.0
+
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        """Measures; every process does, and all agree on what was cut: not a number stays so."""
+        if not self.enabled or trainer.sanity_checking:
+            return
+        seconds = math.inf
+        if trainer.state.fn == "fit":
+            others = (c for c in trainer.callbacks if isinstance(c, Monitor))  # type: ignore[attr-defined]
+            seconds = self.budget * self._trained - sum(other._spent for other in others)
+        start = time.monotonic()
+        with measured(pl_module) as model:
+            found = self.measure(model, pl_module, seconds)
+        self._spent = time.monotonic() - start
+        pl_module.log_dict(found, sync_dist=True)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Says what was cut, and starts the clock again."""
+        cut = self._cut(trainer)
+        if cut and trainer.is_global_zero and not trainer.sanity_checking:
+            print_plain(
+                f"step {trainer.global_step}: no {', '.join(cut)}: monitors may take {self.budget:g} "
+                f"(--{self.option}.budget) of the {self._trained:.1f} s of training since the last "
+                "validation. In full when the fit ends."
+            )
+        self._begun = time.monotonic()
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        """Measures in full what the last validation had to leave out."""
+        if not self._cut(trainer):
+            return
+        with measured(pl_module) as model:
+            self.final = self.measure(model, pl_module, math.inf)
+        for logger in trainer.loggers:
+            logger.log_metrics(self.final, step=trainer.global_step - 1)  # steps count from 0 there
+
+    def _cut(self, trainer: L.Trainer) -> list[str]:
+        metrics = trainer.callback_metrics
+        return [name for name in self.names if name in metrics and math.isnan(metrics[name])]
+
+
+class CertificateMonitor(Monitor):
     """Logs the certified constant beside an attacked lower estimate: the truth lies between them.
 
     In the l2 norm also both around validation text: the certificate for inputs in a small ball, and the
     gain at its centre. Variants without a certificate get the estimate alone. The attack draws from its
-    own generator.
+    own generator. The certified constant is never cut.
 
     Args:
         enabled: false to skip it.
@@ -92,7 +188,17 @@ class CertificateMonitor(L.Callback):
         steps: of the attack.
         restarts: of the attack.
         radius: of that ball, in median lengths of an embedded token; 0 for no certificate there.
+        budget: the share of the training time since the last validation that all monitors before it and
+            it may take; what is cut is measured when the fit ends.
     """
+
+    names = (
+        "certificate/bound",
+        "certificate/local",
+        "certificate/local_estimate",
+        "certificate/estimate",
+    )
+    option = "certificate"
 
     def __init__(
         self,
@@ -102,50 +208,66 @@ class CertificateMonitor(L.Callback):
         steps: PositiveInt = 4,
         restarts: PositiveInt = 4,
         radius: NonNegativeFloat = 0.01,
+        budget: NonNegativeFloat = 0.1,
     ) -> None:
-        self.enabled, self.norm, self.radius = enabled, norm, radius
+        super().__init__(enabled, budget)
+        self.norm, self.radius = norm, radius
         self.length, self.steps, self.restarts = length, steps, restarts
 
-    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """Measures; every process does, and gets the same numbers."""
-        if not self.enabled or trainer.sanity_checking:
-            return
-        tokens = pl_module.data.validation_tokens(self.length)
-        with measured(pl_module) as model:
-            # Moved here: a copy that is made in inference mode cannot be attacked.
-            tokens = tokens.to(pl_module.device)
-            bound = certified_bound(model, self.norm)
-            estimate = attacked_estimate(model, tokens, self.norm, self.steps, self.restarts)
-            found = {"certificate/estimate": estimate}
-            if bound is not None:
-                found["certificate/bound"] = bound
-            if bound is not None and self.norm == "l2" and self.radius:
+    def measure(self, model: LanguageModel, module: LanguageModule, seconds: float) -> dict[str, float]:
+        """The constant, the two around the text, and last the attack, which takes longest."""
+        end = time.monotonic() + seconds
+        # Moved here: a copy that is made in inference mode cannot be attacked.
+        tokens = module.data.validation_tokens(self.length).to(module.device)
+        found = {}
+        bound = certified_bound(model, self.norm)
+        if bound is not None:
+            found["certificate/bound"] = bound
+        if bound is not None and self.norm == "l2" and self.radius:
+            found |= {"certificate/local": math.nan, "certificate/local_estimate": math.nan}
+            with suppress(OutOfTime), Deadline(end - time.monotonic()):
                 around, gain = local_gains(model, tokens, self.radius)
                 found |= {"certificate/local": around, "certificate/local_estimate": gain}
-        pl_module.log_dict(found, sync_dist=True)
+        found["certificate/estimate"] = math.nan
+        with suppress(OutOfTime), Deadline(end - time.monotonic()):
+            found["certificate/estimate"] = attacked_estimate(
+                model, tokens, self.norm, self.steps, self.restarts
+            )
+        return found
 
 
-class InversionMonitor(L.Callback):
+class InversionMonitor(Monitor):
     """Logs how well an invertible model's input is recovered from its hidden tokens.
+
+    The largest error of an entry, infinite where an inverse does not converge.
 
     Args:
         enabled: false to skip it. Models that are not invertible are skipped anyway.
         length: tokens of validation text.
+        budget: as the certificate's.
     """
 
-    def __init__(self, enabled: bool = True, length: PositiveInt = 128) -> None:
-        self.enabled, self.length = enabled, length
+    names = ("inversion/error",)
+    option = "inversion"
 
-    @torch.no_grad()
+    def __init__(
+        self, enabled: bool = True, length: PositiveInt = 128, budget: NonNegativeFloat = 0.1
+    ) -> None:
+        super().__init__(enabled, budget)
+        self.length = length
+
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """Logs the largest error of an entry, infinite where an inverse does not converge."""
-        invertible = pl_module.model.config.variant == "invertible"
-        if not self.enabled or trainer.sanity_checking or not invertible:
-            return
-        tokens = pl_module.data.validation_tokens(min(self.length, pl_module.model.config.max_len))
-        with measured(pl_module) as model:
-            error = inversion_error(model, tokens.to(pl_module.device))
-        pl_module.log("inversion/error", error, sync_dist=True)
+        """Measures an invertible model."""
+        if pl_module.model.config.variant == "invertible":
+            super().on_validation_epoch_end(trainer, pl_module)
+
+    def measure(self, model: LanguageModel, module: LanguageModule, seconds: float) -> dict[str, float]:
+        """The error of the beginning of the validation text."""
+        tokens = module.data.validation_tokens(min(self.length, model.config.max_len))
+        error = math.nan
+        with suppress(OutOfTime), Deadline(seconds):
+            error = inversion_error(model, tokens.to(module.device))
+        return {"inversion/error": error}
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ from typing import Any
 import lightning as L
 
 from training.module import LanguageModule
-from training.monitors import TextSample, Throughput, print_plain
+from training.monitors import Monitor, TextSample, Throughput, print_plain
 
 _TRAIN = ("train/nats",)
 _CERTIFIED = {
@@ -66,6 +66,9 @@ class Report(L.Callback):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Writes the report, in the first process."""
         assert isinstance(pl_module, LanguageModule)
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, Monitor) and callback.final:
+                self.rows.append({"step": float(trainer.global_step), **callback.final})
         place = trainer.log_dir  # of all processes: the first one tells the others
         if not self.enabled or place is None or not trainer.is_global_zero:
             return
@@ -84,8 +87,8 @@ class Report(L.Callback):
 
 
 def curve(rows: Sequence[Row], name: str) -> tuple[list[float], list[float]]:
-    """Steps and values of one curve."""
-    points = [(row["step"], row[name]) for row in rows if name in row]
+    """Steps and values of one curve, without what was cut."""
+    points = [(row["step"], row[name]) for row in rows if not math.isnan(row.get(name, math.nan))]
     return [step for step, _ in points], [value for _, value in points]
 
 
@@ -146,6 +149,9 @@ def summary(
             lines.append(f"| {title} | {form.format(values[-1])} | {steps[-1]:.0f} |")
         elif name == "certificate/bound" and curve(rows, "certificate/estimate")[1]:
             lines.append(f"| {title} | none: the variant has no certificate | |")
+        cut = [f"{row['step']:.0f}" for row in rows if math.isnan(row.get(name, 0.0))]
+        if cut:
+            lines.append(f"| {title}: validations without, for lack of time | {len(cut)} | {', '.join(cut)} |")
     gains = [curve(rows, name)[1][-1:] for name in _CERTIFIED]
     if all(gains):
         (bound,), (local,), _, (gain,) = gains

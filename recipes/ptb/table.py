@@ -26,6 +26,8 @@ from training.errors import BadInput
 
 _BASELINE, _PUBLISHED = "dot_product", "contractive_kim2021"
 _BOUND, _ESTIMATE = "certificate/bound", "certificate/estimate"
+_CUT = "nan"
+"""What a monitor logs that had no time (training/monitors.py)."""
 
 
 @dataclass(frozen=True)
@@ -74,10 +76,12 @@ def read_run(folder: Path) -> Run:
             raise BadInput(f"{folder / 'metrics.csv'} is damaged: {error}") from error
 
     def column(name: str) -> tuple[float, ...]:
-        return tuple(number(row, name) for row in rows if row.get(name))
+        return tuple(number(row, name) for row in rows if row.get(name, "") not in ("", _CUT))
 
     # A bound and its estimate are of one validation, which is one row.
     judged = [row for row in rows if row.get(_BOUND) or row.get(_ESTIMATE)]
+    # An attack may have been cut, but not the last one.
+    judged = [row for row in judged[:-1] if row.get(_ESTIMATE) != _CUT] + judged[-1:]
     certified = any(row.get(_BOUND) for row in judged)
     nats, inversion = column("val/nats"), column("inversion/error")
     if not nats or not column("step"):

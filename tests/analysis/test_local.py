@@ -98,8 +98,9 @@ def test_each_term_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative controls: the search above finds an input that passes each formula less a term."""
     maps, x = one_head(-1.0, 2), 2.0 * normal(64, 3, 2)
     gain = gains(maps, x)
-    mixing = local._mixing(maps.weights(x), maps.values)
-    rest = local._own_and_feedback(maps, x, maps.weights(x))
+    norms = norm(maps.values)
+    mixing = local._mixing(maps.weights(x), maps.values, norms)
+    rest = local._own_and_feedback(maps, x, maps.weights(x), norms)
     assert (gain <= mixing + rest).all()
     assert (gain > rest).any()
     assert (gain > mixing).any()

@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger
 
 import lipformer as lf
 from tests.training.tiny import LIGHTNING_WARNINGS, Losses, data, module, trainer, write_corpus
 from training.monitors import (
     CertificateMonitor,
+    Deadline,
     InversionMonitor,
+    OutOfTime,
     TextSample,
     Throughput,
     inversion_error,
     local_gains,
 )
-from training.report import Report, curve, draw
+from training.report import Report, curve, draw, summary
 
 pytestmark = pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
 
 
-def watched(folder: Path, monitors: list[Any], **options: Any) -> tuple[Report, Any]:
+def watched(
+    folder: Path, monitors: list[Any], logger: Any = False, **options: Any
+) -> tuple[Report, Any]:
     report = Report(enabled=False)
     model = module(**options)
     fit = trainer(
@@ -33,12 +39,13 @@ def watched(folder: Path, monitors: list[Any], **options: Any) -> tuple[Report, 
         check_val_every_n_epoch=None,
         limit_val_batches=1,
         callbacks=[*monitors, report],
+        logger=logger,
     )
     fit.fit(model, data(folder))
     return report, model
 
 
-CERTIFICATE = {"length": 5, "steps": 1, "restarts": 2}
+CERTIFICATE = {"length": 5, "steps": 1, "restarts": 2, "budget": math.inf}
 
 
 @pytest.mark.parametrize("variant", ["lipschitz", "invertible", "contractive", "l2"])
@@ -90,7 +97,7 @@ def test_without_a_certificate_only_the_estimate_is_logged(tmp_path: Path) -> No
 
 def test_an_invertible_model_inverts_after_training(tmp_path: Path) -> None:
     write_corpus(tmp_path)
-    report, model = watched(tmp_path, [InversionMonitor(length=16)], lr=0.03)
+    report, model = watched(tmp_path, [InversionMonitor(length=16, budget=math.inf)], lr=0.03)
     _, errors = curve(report.rows, "inversion/error")
     assert len(errors) == 2
     assert all(0 < error < 1e-4 for error in errors)
@@ -100,6 +107,60 @@ def test_an_invertible_model_inverts_after_training(tmp_path: Path) -> None:
     assert inversion_error(model.model, tokens) > 1e-2
 
 
+def test_what_is_cut_is_told_and_made_up_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_corpus(tmp_path)
+    monitors = [InversionMonitor(length=16, budget=0.0), CertificateMonitor(**CERTIFICATE | {"budget": 0.0})]
+    report, model = watched(tmp_path, monitors, logger=CSVLogger(tmp_path))
+    cut = ["inversion/error", "certificate/local", "certificate/local_estimate", "certificate/estimate"]
+    seen = [row for row in report.rows if "certificate/bound" in row]
+    assert [row["step"] for row in seen] == [2.0, 4.0, 4.0]
+    for name in cut:
+        assert [math.isnan(row[name]) for row in report.rows if name in row] == [True, True, False]
+        assert curve(report.rows, name)[0] == [4.0]
+    assert all(row["certificate/bound"] > 0 for row in seen), "the constant is never cut"
+    assert seen[-1]["certificate/estimate"] <= seen[-1]["certificate/bound"]
+    out = capsys.readouterr().out
+    assert [out.count(f"step {step}: no inversion/error: monitors may take 0") for step in (2, 4)] == [1, 1]
+    assert "no certificate/local, certificate/local_estimate, certificate/estimate" in out
+    text = summary(report.rows, model, math.nan, "", [])
+    assert "| inversion error, largest entry: validations without, for lack of time | 2 | 2, 4 |" in text
+    logged = (tmp_path / "lightning_logs/version_0/metrics.csv").read_text()
+    assert f"{monitors[0].final['inversion/error']!r}" in logged
+
+
+def test_monitors_share_their_time(tmp_path: Path) -> None:
+    """The second gets what the first leaves; with time enough nothing is cut or measured again."""
+    write_corpus(tmp_path)
+    rest = {}
+
+    class Asked(InversionMonitor):
+        def measure(self, model: Any, module: Any, seconds: float) -> dict[str, float]:
+            rest[self.option] = seconds
+            time.sleep(0.2)
+            return {"inversion/error": 0.0}
+
+    class Second(Asked):
+        option = "second"
+
+    first, second = Asked(budget=100.0), Second(budget=100.0)
+    watched(tmp_path, [first, second])
+    assert rest["second"] < rest["inversion"] - 0.19
+    assert not first.final
+
+
+def test_a_deadline_stops_what_calls_torch() -> None:
+    done = 0
+    with pytest.raises(OutOfTime), Deadline(0.05):
+        while True:
+            torch.ones(2) + 1
+            done += 1
+    assert done > 10
+    with Deadline(math.inf):
+        assert float(torch.ones(2).sum()) == 2.0
+
+
 def test_monitors_leave_training_alone(tmp_path: Path) -> None:
     """Their draws come from generators of their own, and modes are put back."""
     write_corpus(tmp_path)
@@ -107,7 +168,7 @@ def test_monitors_leave_training_alone(tmp_path: Path) -> None:
     watched(tmp_path, [plain], dropout=0.2)
     monitors = [
         CertificateMonitor(**CERTIFICATE),
-        InversionMonitor(),
+        InversionMonitor(budget=math.inf),
         TextSample(max_new=9),
         Throughput(),
     ]

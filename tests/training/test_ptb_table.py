@@ -79,6 +79,18 @@ def test_what_is_not_a_number_is_no_certificate(
     assert "no certificate at or above the attack: l2 (" in capsys.readouterr().err
 
 
+def test_attacks_that_were_cut_are_left_out_but_the_last(tmp_path: Path) -> None:
+    folder = tmp_path / "l2" / "0"
+    write_run(folder, 1.5)
+    head = "certificate/bound,certificate/estimate,inversion/error,step,val/nats\n"
+    cut = "2.5,nan,nan,49,1.5\n"
+    (folder / "metrics.csv").write_text(f"{head}{cut}2.6,2.0,1e-6,49,\n")
+    run = read_run(folder)
+    assert (run.bounds, run.estimates, run.inversion, run.broken) == ((2.6,), (2.0,), 1e-6, "")
+    (folder / "metrics.csv").write_text(head + cut)
+    assert read_run(folder).broken
+
+
 def test_bounds_meet_the_attacks_of_their_own_row(tmp_path: Path) -> None:
     """The first row has no bound: the second's 2.5 is above the first attack, and below its own."""
     folder = tmp_path / "l2" / "0"

@@ -16,7 +16,7 @@ _EXPONENTS = 257
 """Exponents s in [1, 2) tried in Hardy's inequality; each of them is sound."""
 
 
-def combine_heads(gains: Tensor, values: Tensor) -> Tensor:
+def combine_heads(gains: Tensor, values: Tensor, norms: Tensor | None = None) -> Tensor:
     r"""Upper bound of the gain of :math:`e \mapsto \sum_h T_h(e) W_h` from :math:`\|T_h\| \le L_h`.
 
     For any :math:`c_h > 0` the heads are one map to the stack of :math:`c_h T_h(e)`, of norm at most
@@ -32,11 +32,12 @@ def combine_heads(gains: Tensor, values: Tensor) -> Tensor:
     Args:
         gains: :math:`L_h`, (*, H), not negative.
         values: :math:`W_h`, (H, D, E).
+        norms: bounds of :math:`\|W_h\|`, (H,), where they are known.
 
     Returns:
         (*,), differentiable; exact up to rounding errors of a few units.
     """
-    norms = spectral_norm_bound(values)
+    norms = spectral_norm_bound(values) if norms is None else norms
     if gains.shape[-1] == 1:
         return norms[0] * gains[..., 0]
     tiny = 1e-150  # any positive c is sound: this one only keeps heads of norm or gain zero finite

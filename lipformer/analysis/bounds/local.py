@@ -18,7 +18,8 @@ from lipformer.analysis.inputs import check_order, check_tokens
 from lipformer.analysis.maps import Attention, attention_maps, finite_maps
 from lipformer.functional import spectral_norm_bound
 from lipformer.functional.attention.maps import AttentionMaps
-from lipformer.functional.rounding import UNIT, round_up
+from lipformer.functional.rounding import UNIT, enlarge, round_up
+from lipformer.functional.spectral.rounding import frobenius_norm
 
 METHODS = ("min", "sharp", "jasmin")
 
@@ -81,11 +82,13 @@ def local_bound(
     check_order(attn, x)
     wide = x.double()
     weights = maps.weights(wide, mask)
+    norms = spectral_norm_bound(maps.values)
     found = []
     if method != "jasmin":
-        found.append(_mixing(weights, maps.values) + _own_and_feedback(maps, wide, weights))
+        mixing = _mixing(weights, maps.values, norms)
+        found.append(mixing + _own_and_feedback(maps, wide, weights, norms))
     if method != "sharp":
-        found.append(_jasmin(maps, wide, weights))
+        found.append(_jasmin(maps, wide, weights, norms))
     bound = torch.stack(found).amin(0) + _slack(maps, wide)
     # Weights and tokens are finite, so that NaN is an overflow: of an upper bound, infinity.
     bound = torch.where(bound.isnan(), torch.inf, bound)
@@ -129,15 +132,15 @@ def _softmax_gain(weights: Tensor) -> Tensor:
     return top[..., 0] * (others + top[..., 1])
 
 
-def _jasmin(maps: AttentionMaps, x: Tensor, weights: Tensor) -> Tensor:
+def _jasmin(maps: AttentionMaps, x: Tensor, weights: Tensor, norms: Tensor) -> Tensor:
     spread = spectral_norm_bound(x - x.mean(-2, keepdim=True))[..., None]
     reach = spread.square() * spectral_norm_bound(maps.logits)
     reach = reach + spread * spectral_norm_bound(maps.queries(x))
     gains = spectral_norm_bound(weights) + _softmax_gain(weights).amax(-1) * reach
-    return combine_heads(gains, maps.values)
+    return combine_heads(gains, maps.values, norms)
 
 
-def _mixing(weights: Tensor, values: Tensor) -> Tensor:
+def _mixing(weights: Tensor, values: Tensor, norms: Tensor) -> Tensor:
     r"""Upper bound of :math:`\|\sum_h P_h \otimes W_h\|`, P (*, H, N, N), W (H, D, E) -> (*,).
 
     For one head the product of the norms. For more the smallest of
@@ -150,13 +153,12 @@ def _mixing(weights: Tensor, values: Tensor) -> Tensor:
     over heads.
     """
     if values.shape[0] == 1:
-        return spectral_norm_bound(weights[..., 0, :, :]) * spectral_norm_bound(values[0])
+        return spectral_norm_bound(weights[..., 0, :, :]) * norms[0]
     mean = weights.mean(-3)
     shared = spectral_norm_bound(mean) * spectral_norm_bound(values.sum(0))
     deviation = weights - mean[..., None, :, :]
-    norms = spectral_norm_bound(values).clamp_min(1e-150)
     found = []
-    for square in (torch.ones_like(norms), norms):
+    for square in (torch.ones_like(norms), norms.clamp_min(1e-150)):
         scale = root(square)[:, None, None]
         before = joint_norm(values, square)
         after = joint_norm(values.mT, square)
@@ -167,7 +169,7 @@ def _mixing(weights: Tensor, values: Tensor) -> Tensor:
     return torch.stack(found).amin(0)
 
 
-def _own_and_feedback(maps: AttentionMaps, x: Tensor, weights: Tensor) -> Tensor:
+def _own_and_feedback(maps: AttentionMaps, x: Tensor, weights: Tensor, norms: Tensor) -> Tensor:
     r"""Upper bound of the second and the third term of the derivative, all heads and values together.
 
     .. math:: \max_i \Big\|\sum_h A_h C^h_i W_h\Big\| +
@@ -181,39 +183,58 @@ def _own_and_feedback(maps: AttentionMaps, x: Tensor, weights: Tensor) -> Tensor
     longest = torch.linalg.vector_norm(query, dim=-1).amax(-1)  # (*, H)
     squares = [torch.ones_like(longest)]
     if values.shape[0] > 1:
-        squares.append((spectral_norm_bound(values) / longest.clamp_min(1e-150)).clamp_min(1e-150))
-    mean = weights @ x[..., None, :, :]
+        squares.append((norms / longest.clamp_min(1e-150)).clamp_min(1e-150))
     roots = root(weights)
-    own, spreads = [], []
+    # x_j A^T and x_j W less their means under P_i: products with C_i itself would cost D times as much.
+    sides = [x[..., None, :, :] @ maps.logits.mT, x[..., None, :, :] @ values]
+    own, spreads = torch.zeros_like(x[..., 0, 0]), []
     for rows in _chunks(x, values):
-        centred = x[..., None, None, :, :] - mean[..., rows, None, :]  # (*, H, c, N, D)
-        images = centred @ values[:, None]  # (*, H, c, N, E)
-        reach = (weights[..., rows, :, None] * centred).mT @ images  # C W, (*, H, c, D, E)
-        own.append(spectral_norm_bound((maps.logits[:, None] @ reach).sum(-4)))
+        scaled = roots[..., rows, :, None]
+        before, after = (
+            scaled * (side[..., None, :, :] - (weights[..., rows, :] @ side)[..., None, :])
+            for side in sides
+        )  # (*, H, c, N, D) and (*, H, c, N, E)
+        own = _largest_norm(_stacked(before).mT @ _stacked(after), own)
         # kappa's root is the norm of sqrt(P) (x_j - m_i) W: squares would lose half the digits.
-        images = roots[..., rows, :, None] * images
-        spreads.append([_stacked_norm(images / root(c)[..., None, None, None]) for c in squares])
+        spreads.append(
+            [spectral_norm_bound(_stacked(after / root(c)[..., None, None, None])) for c in squares]
+        )
     feedback = []
     for square, parts in zip(squares, zip(*spreads, strict=True), strict=True):
         scale = root(square)[..., None] * torch.cat(parts, dim=-1)[..., None, :]  # (*, H, N)
         scaled = roots.mT * scale[..., None, :]  # (*, H, keys j, rows i)
-        norms = [
-            _stacked_norm(scaled[..., keys, :, None] * query[..., None, :, :])
-            for keys in _chunks(x, values)
-        ]
-        feedback.append(torch.cat(norms, dim=-1).amax(-1))
-    return torch.cat(own, dim=-1).amax(-1) + torch.stack(feedback).amin(0)
+        largest = torch.zeros_like(own)
+        for keys in _chunks(x, values):
+            stacks = _stacked(scaled[..., keys, :, None] * query[..., None, :, :])
+            largest = _largest_norm(stacks, largest)
+        feedback.append(largest)
+    return own + torch.stack(feedback).amin(0)
 
 
-def _stacked_norm(parts: Tensor) -> Tensor:
-    """Norms of the matrices that stack the rows of all heads, (*, H, c, N, E) -> (*, c)."""
-    return spectral_norm_bound(parts.transpose(-4, -3).flatten(-3, -2))
+def _stacked(parts: Tensor) -> Tensor:
+    """The rows of all heads below one another, (*, H, c, N, E) -> (*, c, H N, E)."""
+    return parts.transpose(-4, -3).flatten(-3, -2)
+
+
+def _largest_norm(matrices: Tensor, largest: Tensor) -> Tensor:
+    """Upper bound of the largest norm of c matrices and what others have, (*, c, m, n), (*,) -> (*,).
+
+    From the largest Frobenius norm down, until none of the rest can pass what was found.
+    """
+    sizes, order = enlarge(frobenius_norm(matrices.detach())).sort(dim=-1, descending=True)
+    start, stop = 0, 1
+    # Not `any(size > largest)`: sizes that overflow are to be looked at.
+    while start < sizes.shape[-1] and not bool((sizes[..., start] <= largest).all()):
+        some = torch.take_along_dim(matrices, order[..., start:stop, None, None], dim=-3)
+        largest = torch.maximum(largest, spectral_norm_bound(some).amax(-1))
+        start, stop = stop, 2 * stop
+    return largest
 
 
 def _chunks(x: Tensor, values: Tensor) -> Iterator[slice]:
-    """Slices of the tokens, so that (*, H, c, N, max(D, E)) stays within `_CHUNK` entries."""
+    """Slices of the tokens, so that (*, H, c, N, max(D, E)) and (*, c, D, E) are within `_CHUNK`."""
     n, width = x.shape[-2], max(values.shape[-2:])
-    each = max(1, x[..., 0, 0].numel()) * values.shape[0] * max(n, width) * width
+    each = max(1, x[..., 0, 0].numel()) * max(values.shape[0] * n, width) * width
     size = max(1, min(n, _CHUNK // each))
     return (slice(start, start + size) for start in range(0, n, size))
 
