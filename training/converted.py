@@ -1,4 +1,4 @@
-"""Encoders of torch or Hugging Face as L2 language models, to fine-tune.
+"""Models to fine-tune: encoders of torch or Hugging Face as L2 language models, further characters.
 
 model = from_encoder(encoder, vocabulary="abc...")
 model.save_pretrained("converted")
@@ -8,6 +8,7 @@ python -m training fit --config recipes/finetune.yaml --model.pretrained convert
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -79,6 +80,36 @@ def from_encoder(encoder: nn.Module, vocabulary: str, max_len: int = 256) -> Lan
     if pre and isinstance(last, nn.LayerNorm):
         model.body.get_submodule("readout.0").load_state_dict(last.state_dict())
     return model.eval()
+
+
+@torch.no_grad()
+def with_vocabulary(model: LanguageModel, vocabulary: str) -> LanguageModel:
+    """A model that also knows the characters behind its own in a vocabulary.
+
+    They have new rows in the embedding, drawn with the mean and spread of each feature of the others,
+    and in the readout, the mean of the others: as likely as a character of average weight. All else is
+    the model's, and certified as it was; the readout's constant is that of the larger matrix.
+
+    Args:
+        model: with a vocabulary of its own.
+        vocabulary: begins with the model's.
+    """
+    own = model.config.vocabulary
+    if own is None or not vocabulary.startswith(own):
+        raise ValueError(f"the vocabulary must begin with the model's {own!r}, got {vocabulary!r}")
+    if own == vocabulary:
+        return model
+    larger = LanguageModel(replace(model.config, vocab_size=len(vocabulary), vocabulary=vocabulary))
+    weights = model.state_dict()
+    for name, new in larger.state_dict().items():
+        if new.shape != weights[name].shape:
+            rows = weights[name]
+            added = rows.mean(0, keepdim=True).repeat(len(new) - len(rows), *[1] * (rows.ndim - 1))
+            if name == "embedding.weight" and len(rows) > 1:
+                added += rows.std(0) * torch.randn_like(added)
+            weights[name] = torch.cat([rows, added])
+    larger.load_state_dict(weights)
+    return larger.train(model.training)
 
 
 def _attentions(model: nn.Module) -> list[lf.L2MultiheadAttention]:

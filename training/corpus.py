@@ -128,18 +128,45 @@ def text_of(rows: datasets.Dataset, conversion: str) -> str:
     return "".join(f"{convert(line.removeprefix(_MARK))}\n" for line in rows["text"])
 
 
-def encode(text: str, vocabulary: str, what: str = "the text") -> Tensor:
+def shown(characters: Iterable[str]) -> str:
+    """The first ten of some characters, to be read."""
+    some = [*map(repr, characters)]
+    return ", ".join(some[:10]) + (", ..." if len(some) > 10 else "")
+
+
+def known_text(text: str, vocabulary: str, unknown: str) -> str:
+    """A text of the vocabulary's characters alone.
+
+    Args:
+        text: any.
+        vocabulary: the characters that are known.
+        unknown: what becomes of others: "drop", or "replace" by the replacement character, a question
+            mark or a space, the first of them that is known.
+
+    Raises:
+        BadInput: none of them is.
+    """
+    mark = next((c for c in "\ufffd? " if c in vocabulary), None)
+    if unknown == "replace" and mark is None:
+        raise BadInput(
+            "--data.unknown replace needs '\ufffd', '?' or ' ' in the vocabulary, which is "
+            f"{vocabulary!r}; drop and extend need none"
+        )
+    others = set(text) - set(vocabulary)
+    return text.translate(dict.fromkeys(map(ord, others), mark if unknown == "replace" else None))
+
+
+def encode(text: str, vocabulary: str, what: str = "the text", instead: str = "") -> Tensor:
     """The numbers of a text's characters, (T,) int64, on the CPU whatever the default device is.
 
     Raises:
-        BadInput: a character is not in the vocabulary.
+        BadInput: a character is not in the vocabulary; with ``instead``, what to do about it.
     """
     unknown = sorted(set(text) - set(vocabulary))
     if unknown:
-        shown = ", ".join(repr(c) for c in unknown[:10]) + (", ..." if len(unknown) > 10 else "")
         raise BadInput(
-            f"{what} has {len(unknown)} characters that the model does not know: {shown}; "
-            f"its vocabulary is {vocabulary!r}"
+            f"{what} has {len(unknown)} characters that the model does not know: {shown(unknown)}; "
+            f"its vocabulary is {vocabulary!r}{instead}"
         )
     # One table lookup for the whole text: UTF-32 has four bytes for every character.
     codes = np.frombuffer(text.encode("utf-32-le"), np.int32)

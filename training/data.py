@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import Counter
 from functools import cached_property
 from typing import Literal
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
 from training import corpus
@@ -41,6 +43,9 @@ class CharacterData(L.LightningDataModule):
         batch_size: windows in a batch, of each process.
         vocabulary: the characters in the order of their numbers; default those of the corpus, and of a
             pretrained model its own.
+        unknown: what becomes of characters that the vocabulary, given or of a pretrained model, does not
+            have: "error", "drop" (they are left out), "replace" (by a question mark or a space) or
+            "extend" (the vocabulary and the model learn them).
 
     Example:
         >>> data = CharacterData(block=16, batch_size=4)
@@ -61,6 +66,7 @@ class CharacterData(L.LightningDataModule):
         block: int = 128,
         batch_size: int = 32,
         vocabulary: str | None = None,
+        unknown: Literal["error", "drop", "replace", "extend"] = "error",
     ) -> None:
         super().__init__()
         if source == "dir" and path is None:
@@ -72,7 +78,7 @@ class CharacterData(L.LightningDataModule):
         self.source, self.path, self.name = source, path, name
         self.config, self.revision, self.characters = config, revision, characters
         self.packing, self.block, self.batch_size = packing, block, batch_size
-        self.given_vocabulary = vocabulary
+        self.given_vocabulary, self.unknown = vocabulary, unknown
 
     def prepare_data(self) -> None:
         """Downloads in one process what the others then find on disk."""
@@ -98,33 +104,59 @@ class CharacterData(L.LightningDataModule):
     @cached_property
     def vocabulary(self) -> str:
         """The characters in the order of their numbers: sorted, if none were given."""
-        if self.given_vocabulary is not None:
-            return self.given_vocabulary
-        return "".join(sorted(set().union(*self.texts.values())))
+        given = self.given_vocabulary
+        if given is not None and self.unknown != "extend":
+            return given
+        return (given or "") + "".join(sorted(set().union(*self.texts.values()) - set(given or "")))
 
     def use_vocabulary(self, vocabulary: str) -> None:
-        """Numbers the characters as a pretrained model does."""
+        """Numbers the characters as a pretrained model does, and new ones after its own."""
         self.__dict__.pop("codes", None)
-        self.__dict__["vocabulary"] = vocabulary
+        self.__dict__.pop("vocabulary", None)
+        self.given_vocabulary = vocabulary
 
     @cached_property
     def codes(self) -> dict[str, Tensor]:
         """The numbers of each split's characters, (T,) int64, on the CPU."""
+        instead = "; --data.unknown drop, replace or extend takes such a text"
         return {
-            split: corpus.encode(text, self.vocabulary, f"the {split} text")
+            split: corpus.encode(self._known(split, text), self.vocabulary, f"the {split} text", instead)
             for split, text in self.texts.items()
         }
+
+    def _known(self, split: str, text: str) -> str:
+        """A text without unknown characters, if they are to be dropped or replaced; says how many."""
+        others = Counter(text)
+        for symbol in self.vocabulary:
+            del others[symbol]
+        if not others or self.unknown in ("error", "extend"):
+            return text
+        if self.packing == "sentences" and "\n" in others:
+            raise BadInput(
+                "--data.packing sentences needs a vocabulary with a newline: --data.unknown extend"
+            )
+        text = corpus.known_text(text, self.vocabulary, self.unknown)
+        done = "dropped" if self.unknown == "drop" else "replaced"
+        rank_zero_only(print)(
+            f"the {split} text: {done} {others.total()} characters that the model does not know "
+            f"({corpus.shown(symbol for symbol, _ in others.most_common())})"
+        )
+        self._check_length(split, len(text))
+        return text
 
     def check_split(self, split: str) -> None:
         """Raises BadInput where a split has nothing, or is too short for a block."""
         text = self.texts.get(split, "")
         if not text.strip():
             raise BadInput(f"the {split} text of {self.described} is empty")
+        self._check_length(split, len(text))
+
+    def _check_length(self, split: str, length: int) -> None:
         # A block needs a symbol in front of it; blocks of training begin at any of `block` offsets.
         least = 2 * self.block if split == "train" else 2
-        if self.packing == "stream" and len(text) < least:
+        if self.packing == "stream" and length < least:
             raise BadInput(
-                f"the {split} text of {self.described} has {len(text)} characters; blocks of "
+                f"the {split} text of {self.described} has {length} characters; blocks of "
                 f"{self.block} need {least} (choose a smaller --data.block)"
             )
 

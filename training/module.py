@@ -21,6 +21,7 @@ from lipformer.models.saved_model import check_dtypes
 from training import schedules
 from training.batches import derive_seed
 from training.checkpoints import model_weights
+from training.converted import with_vocabulary
 from training.data import CharacterData, run_seed
 from training.errors import BadInput
 from training.optimisers import adamw
@@ -114,7 +115,7 @@ class LanguageModule(L.LightningModule):
             raise BadInput(f"--model.pretrained: the model in {self.pretrained} has no vocabulary")
         self.data.use_vocabulary(model.config.vocabulary)
         self.data.codes  # noqa: B018  characters that the model does not know are told of here
-        return model.train().to(self.device)
+        return with_vocabulary(model, self.data.vocabulary).train().to(self.device)
 
     @torch.no_grad()
     def _calibrate(self) -> None:

@@ -9,7 +9,6 @@ from contextlib import contextmanager, suppress
 from typing import Any, ClassVar, Literal
 
 import lightning as L
-import rich
 import torch
 from jsonargparse.typing import NonNegativeFloat, PositiveInt
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -23,6 +22,7 @@ from lipformer.models.language_model import check_sampling
 from training.corpus import decode, encode
 from training.errors import BadInput
 from training.module import LanguageModule
+from training.progress import print_plain
 from training.sharding import whole_model
 
 Norm = Literal["l2", "token", "self", "linf"]
@@ -343,11 +343,6 @@ class TextSample(L.Callback):
                 logger.experiment.add_text("text", f"```\n{self.text}\n```", trainer.global_step)
         if trainer.state.fn == "fit":
             print_plain(f"--- step {trainer.global_step} ---\n{self.text}")
-
-
-def print_plain(text: str) -> None:
-    """Prints text as it is, above the progress bar if there is one."""
-    rich.get_console().print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 class Throughput(L.Callback):

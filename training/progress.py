@@ -1,11 +1,17 @@
-"""The progress bar of training."""
+"""The progress bar of training, and lines above it."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import lightning as L
+import rich
 from lightning.pytorch.callbacks import RichProgressBar
+
+
+def print_plain(text: str) -> None:
+    """Prints text as it is, above the progress bar if there is one."""
+    rich.get_console().print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 class Progress(RichProgressBar):

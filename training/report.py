@@ -10,7 +10,8 @@ from typing import Any
 import lightning as L
 
 from training.module import LanguageModule
-from training.monitors import Monitor, TextSample, Throughput, print_plain
+from training.monitors import Monitor, TextSample, Throughput
+from training.progress import print_plain
 
 _TRAIN = ("train/nats",)
 _CERTIFIED = {
@@ -151,7 +152,9 @@ def summary(
             lines.append(f"| {title} | none: the variant has no certificate | |")
         cut = [f"{row['step']:.0f}" for row in rows if math.isnan(row.get(name, 0.0))]
         if cut:
-            lines.append(f"| {title}: validations without, for lack of time | {len(cut)} | {', '.join(cut)} |")
+            lines.append(
+                f"| {title}: validations without, for lack of time | {len(cut)} | {', '.join(cut)} |"
+            )
     gains = [curve(rows, name)[1][-1:] for name in _CERTIFIED]
     if all(gains):
         (bound,), (local,), _, (gain,) = gains

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lipformer.certificate.bounds import Ask, Bound, register_bound
+from lipformer.certificate.paths import unchanged
 from lipformer.functional.norms import max_abs
 from lipformer.functional.rounding import ROUND_UP
 
@@ -56,7 +57,8 @@ SLOPES: dict[type[nn.Module], float | Callable[..., float]] = {
 def _register(cls: type[nn.Module], slope: float | Callable[..., float]) -> None:
     @register_bound(cls)
     def _(module: nn.Module, ask: Ask) -> Bound:
-        return Bound(slope(module) if callable(slope) else slope, "largest slope")
+        passage = unchanged if cls is nn.Identity and ask.follows else None
+        return Bound(slope(module) if callable(slope) else slope, "largest slope", passage=passage)
 
 
 for _cls, _slope in SLOPES.items():

@@ -70,6 +70,11 @@ def behind(size: Tensor) -> Paths:
     return (Path(size),)
 
 
+def unchanged(paths: Paths) -> Paths:
+    """The paths behind the identity."""
+    return paths
+
+
 def through(paths: Paths, matrix: Tensor, known: Tensor | float, error: Tensor | float = 0.0) -> Paths:
     r"""The paths behind a linear map of features.
 

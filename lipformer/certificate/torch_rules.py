@@ -19,6 +19,7 @@ from lipformer.certificate.bounds import (
     times,
     weighted_sum,
 )
+from lipformer.certificate.paths import unchanged
 from lipformer.functional.norms import max_abs
 from lipformer.functional.rounding import ROUND_UP
 from lipformer.functional.tracing import tracing
@@ -86,7 +87,7 @@ def _dropout_rule(module: nn.Dropout, ask: Ask) -> Bound:
         raise ask.refuse(
             f"dropout with p={module.p} is random in training mode", "model.eval() before certify"
         )
-    return Bound(1.0, "identity in eval mode")
+    return Bound(1.0, "identity in eval mode", passage=unchanged if ask.follows else None)
 
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)

@@ -36,7 +36,7 @@ def attention_branch(
         positions=positions,
         proj_coeff=1.0,
         key_radius=key_radius,
-        smooth_radius=True,
+        smooth_radius=key_radius is not None,
     )
     if width is None:
         return attention

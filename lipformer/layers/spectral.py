@@ -69,13 +69,22 @@ class SpectralBound(Freezable):
         measure: Callable[[Tensor], Tensor] = spectral_norm_bound,
     ) -> None:
         super().__init__()
-        if not 0.0 < coeff < math.inf:
-            raise ValueError(f"coeff must be positive and finite, got {coeff!r}")
         if mode not in MODES:
             raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
-        self.certified_coeff = float(coeff)
+        self.certified_coeff = coeff
         self.mode = mode
         self.measure = measure
+
+    @property
+    def certified_coeff(self) -> float:
+        """c."""
+        return self._coeff
+
+    @certified_coeff.setter
+    def certified_coeff(self, coeff: float) -> None:
+        if not 0.0 < coeff < math.inf:
+            raise ValueError(f"coeff must be positive and finite, got {coeff!r}")
+        self._coeff = float(coeff)
 
     def forward(self, weight: Tensor) -> Tensor:
         """Scales a raw weight (out, in, *)."""

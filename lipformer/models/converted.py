@@ -48,6 +48,10 @@ def load_converted(directory: str | PathLike[str]) -> nn.Module:
     model, info = converted.from_pretrained(directory, output_loading_info=True)
     wrong = {key: names for key, names in info.items() if names and key.endswith("_keys")}
     if wrong:
-        raise ValueError(f"the weights in {directory} do not fit its config: {wrong}")
+        told = "; ".join(
+            f"{len(names)} {key.replace('_', ' ')} ({', '.join(sorted(map(str, names))[:2])}, ...)"
+            for key, names in wrong.items()
+        )
+        raise ValueError(f"the weights in {directory} do not fit its config: {told}")
     model.__class__ = kind
     return model.eval()

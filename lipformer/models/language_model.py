@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lipformer.certificate import Ask, Bound, register_bound
-from lipformer.flows import InvertibleSequential
+from lipformer.flows import ActNorm, InvertibleSequential, NotConverged
 from lipformer.layers import frozen, step_module
 from lipformer.models.config import LanguageModelConfig
 from lipformer.models.parts import sinusoids
@@ -97,12 +97,35 @@ class LanguageModel(SavedModel):
 
         Raises:
             ValueError: the model is not of the variant "invertible".
-            NotConverged: a block's inverse missed the tolerance.
+            NotConverged: a block's inverse missed the tolerance, or what the blocks are off by has grown
+                to more than max(0.01, 1e4 tol) max(1, max|x|) behind ActNorms that shrink much.
         """
         if self.config.variant != "invertible":
             raise ValueError(f"invert needs the variant 'invertible', got {self.config.variant!r}")
+        stack = InvertibleSequential(*self.trunk)
         with frozen(self):
-            return InvertibleSequential(*self.trunk).inverse(hidden, tol=tol, max_iter=max_iter)
+            x = stack.inverse(hidden, tol=tol, max_iter=max_iter)
+        self._check_inverse(x, stack, tol, max_iter)
+        return x
+
+    @torch.no_grad()
+    def _check_inverse(self, x: Tensor, stack: InvertibleSequential, tol: float, max_iter: int) -> None:
+        """Refuses an inverse that ActNorms have spoilt: each divides what blocks behind it are off by.
+
+        The residual of the whole model does not show it: ActNorms shrink that again.
+        """
+        growth, off, worst = 1.0, 0.0, None
+        for block, record in zip(stack, stack.record, strict=True):
+            if isinstance(block, ActNorm):
+                growth *= float(block.log_scale.double().min().neg().exp())
+            elif record is not None and record.residual.numel():
+                off, worst = off + growth * float(record.residual.max()), record
+        if worst is not None and not off <= max(0.01, 1e4 * tol) * max(1.0, float(x.abs().max())):
+            told = (
+                f"the inverse is off by about {off:.3g}: the model's ActNorms enlarge what its blocks "
+                f"are off by {growth:.3g} times; in float64 a tol below {tol:g} helps"
+            )
+            raise NotConverged(worst, max_iter, told)
 
     @torch.no_grad()
     def initialize(self, tokens: Tensor) -> None:

@@ -46,7 +46,7 @@ def tied_attention(config: LanguageModelConfig, *, orthogonal: bool) -> L2Multih
         max_len=None if config.any_length else config.max_len,
         slopes=config.slopes,
         key_radius=config.key_radius,
-        smooth_radius=config.variant == "invertible",
+        smooth_radius=config.variant == "invertible" and config.key_radius is not None,
     )
     if orthogonal:
         nn.init.orthogonal_(layer.q_proj.weight)

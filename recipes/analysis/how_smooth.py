@@ -3,11 +3,13 @@
     python -m recipes.analysis.how_smooth
     python -m recipes.analysis.how_smooth --model DIRECTORY_OR_NAME --text FILE.txt
     python -m recipes.analysis.how_smooth --adversarial
+    python -m recipes.analysis.how_smooth --bound jasmin      # an upper bound beside each gain, too
 
 Cuts sequences of n tokens out of a text, runs the model on each and measures, at the tokens that enter
 each attention layer, the local gain of its pure attention (the largest singular value of the Jacobian:
-no residual, no LayerNorm, no dropout, causal where the layer is). Writes gains.csv, gains.png and
-summary.md with the exponent p of gain ~ n^p for each layer.
+no residual, no LayerNorm, no dropout, causal where the layer is). Prints the gains of each length as
+they come, and writes gains.csv, gains.png and summary.md with the exponent p of gain ~ n^p for each
+layer.
 
 What to expect: the default, a random GPT-2-type model on documentation that comes with Python, takes
 a minute and a half on one core. A random model looks almost evenly at all tokens, so that its gain
@@ -26,6 +28,7 @@ import argparse
 import math
 import statistics
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +42,7 @@ from lipformer.estimates import estimate_lipschitz
 from recipes.output import exit_code, markdown, parser, usable_directory, write_text
 from training.corpus import embedded_text
 from training.errors import BadInput, first_line
+from training.progress import print_plain
 
 LENGTHS = (2, 3, 4, 6, 8, 11, 16, 23, 33, 48, 69, 100)
 # More of a text is not needed to cut out a few hundred sequences.
@@ -60,7 +64,8 @@ def arguments() -> argparse.ArgumentParser:
     add("--heads", type=PositiveInt, default=6, help="of a random model (BERT and GPT-2: 12)")
     add("--special", action="store_true", help="begin with the tokenizer's [CLS], end with its [SEP]")
     add("--heads-only", action="store_true", help="attention without its output projection")
-    add("--bound", choices=["jasmin", "min"], help="above each gain; takes longer, min much longer")
+    bounds = ["none", "jasmin", "min"]
+    add("--bound", choices=bounds, default="none", help="above each gain; min takes much longer")
     add("--adversarial", action="store_true", help="steep tokens instead of text, at the norms of text")
     add("--tol", type=PositiveFloat, default=1e-4, help="relative tolerance of a gain")
     add("--seed", type=int, default=0, help="of random weights, sequences and starts")
@@ -140,6 +145,25 @@ def sequences(ids: Tensor, around: list[int], options: argparse.Namespace) -> li
     return cut
 
 
+def text_gains(model: torch.nn.Module, cut: list[Tensor], options: argparse.Namespace) -> GainTable:
+    """Gains at the text's own tokens, length by length."""
+    generator = torch.Generator().manual_seed(options.seed)
+    bound = None if options.bound == "none" else options.bound
+    rows: list[GainRow] = []
+    for n in track(options.lengths, description="lengths"):
+        first = rows[-1].sequence + 1 if rows else 0
+        some = cut[first : first + options.sequences]
+        found = layer_gains(
+            model, some, tol=options.tol, bound=bound,
+            output_projection=not options.heads_only, generator=generator,
+        ).rows  # fmt: skip
+        rows += [replace(row, sequence=first + row.sequence) for row in found]
+        layers = sorted({row.index for row in found})
+        medians = [statistics.median(r.gain for r in found if r.index == layer) for layer in layers]
+        print_plain(f"n = {n}: " + "  ".join(f"{gain:.4g}" for gain in medians))
+    return GainTable(tuple(rows))
+
+
 def steep_gains(model: torch.nn.Module, cut: list[Tensor], options: argparse.Namespace) -> GainTable:
     """Gains at the adversarial tokens whose norm is the largest that the text leads to in each layer."""
     longest = max(cut, key=len)
@@ -157,6 +181,8 @@ def steep_gains(model: torch.nn.Module, cut: list[Tensor], options: argparse.Nam
                 GainRow(number, probe.name, probe.index, n, radius, found.value, None,
                         found.iterations, found.converged)
             )  # fmt: skip
+        gains = [row.gain for row in rows if row.index == probe.index]
+        print_plain(f"{probe.name}: " + "  ".join(f"{gain:.4g}" for gain in gains))
     return GainTable(tuple(rows))
 
 
@@ -201,20 +227,18 @@ def run(options: argparse.Namespace) -> None:
     """Measures, writes the three files and prints the summary."""
     if len(set(options.lengths)) < 2:
         raise BadInput(f"--lengths needs two different lengths to fit a growth, got {options.lengths}")
-    if options.adversarial and options.bound:
+    if options.adversarial and options.bound != "none":
         raise BadInput(f"--adversarial has no bounds: leave out --bound, got {options.bound}")
     torch.manual_seed(options.seed)
     model, ids, around = load(options)
     cut = sequences(ids, around, options)
     usable_directory(options.out)
-    if options.adversarial:
-        table = steep_gains(model, cut, options)
-    else:
-        generator = torch.Generator().manual_seed(options.seed)
-        table = layer_gains(
-            model, cut, tol=options.tol, bound=options.bound,
-            output_projection=not options.heads_only, progress=True, generator=generator,
-        )  # fmt: skip
+    print_plain(
+        "gain of each length, layer by layer"
+        if options.adversarial
+        else f"gain of each layer, the median of {options.sequences} sequences"
+    )
+    table = (steep_gains if options.adversarial else text_gains)(model, cut, options)
     table.to_csv(options.out / "gains.csv")
     table.plot(options.out / "gains.png", title=f"attention of {name(options)}")
     text = summary(table, options)

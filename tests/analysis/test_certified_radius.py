@@ -12,6 +12,7 @@ from lipformer.analysis import (
     certified_radius,
     is_certified,
 )
+from lipformer.analysis.robustness import radius as radius_module
 from lipformer.layers.scaled import Scaled
 from recipes.analysis.lofast import random_maps
 from tests.analysis.jacobians import Attention
@@ -95,6 +96,39 @@ def test_the_radius_is_where_the_certificate_ends() -> None:
     assert bool(is_certified(model, images, labels, radius).all())
     assert not bool(is_certified(model, images, labels, radius + 2e-4).any())
     torch.testing.assert_close(radius, certified_radius(model, images, labels, tol=1e-4, batch_size=3))
+
+
+@pytest.mark.parametrize("kind", ["dot", "l2"])
+def test_few_evaluations_find_what_bisection_finds(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = classifier(kind)
+    images, labels = labelled(model, 12)
+    labels[3] = (labels[3] + 1) % 3
+    counts, build = [], radius_module._test
+
+    def counted(*args: object) -> object:
+        test = build(*args)
+        counts.append(0)
+
+        def slack(eps: Tensor) -> Tensor:
+            counts[-1] += 1
+            return test.slack(eps)
+
+        return test._replace(slack=slack)
+
+    monkeypatch.setattr(radius_module, "_test", counted)
+    radius = certified_radius(model, images, labels, tol=1e-4)
+    assert counts[0] <= 9, "bisection took 18"
+    monkeypatch.undo()
+    low, high = torch.zeros(12, dtype=F64), torch.full((12,), 10.0, dtype=F64)
+    for _ in range(30):
+        middle = (low + high) / 2
+        stands = is_certified(model, images, labels, middle)
+        low, high = torch.where(stands, middle, low), torch.where(stands, high, middle)
+    assert bool((radius <= low + 1e-8).all())
+    assert bool((radius >= low - 1e-4).all())
+    for most in (0.5 * float(low.median()), 1e-5):
+        cut = certified_radius(model, images, labels, max_radius=most, tol=1e-6)
+        torch.testing.assert_close(cut, low.clamp_max(most), rtol=0.0, atol=1.1e-6)
 
 
 def test_wrong_answers_have_radius_zero() -> None:

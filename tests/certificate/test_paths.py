@@ -85,6 +85,16 @@ def test_linear_branches_have_an_exact_answer(aligned: bool) -> None:
         assert certificate.bound < 0.9 * product(certificate)
 
 
+@pytest.mark.parametrize("nothing", [nn.Identity(), nn.Dropout(0.5).eval()])
+def test_what_does_nothing_is_passed_through(nothing: nn.Module) -> None:
+    scale, last = act_norm(), nn.Linear(D, 3)
+    expected = lf.certify(nn.Sequential(scale, last)).bound
+    assert lf.certify(nn.Sequential(scale, nothing, last)).bound == expected
+    assert expected < 0.99 * lf.certify(scale).bound * lf.certify(last).bound
+    stopped = nn.Sequential(scale, nn.ReLU(), last)  # the negative control
+    assert lf.certify(stopped).bound > expected
+
+
 def test_the_sum_is_that_of_the_theory() -> None:
     first, second = (
         lf.InvertibleResidual(lf.FeedForward(D, HIDDEN, None).double(), 0.9, norm="l2") for _ in range(2)

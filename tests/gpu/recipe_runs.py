@@ -113,7 +113,10 @@ def commands(path: Path, folder: Path) -> Iterator[tuple[Callable[[list[str]], i
     corpus = write_corpus(folder / "corpus", lines=24)
     given = ["--config", path, *SIZES, "--data.path", corpus]
     if path.stem == "finetune":
+        with (corpus / "train.txt").open("a") as file:
+            file.write("Zo\u00eb\n")
         given += ["--model.pretrained", folder.parent / "quickstart.yaml" / "exported"]
+        given += ["--data.unknown", "extend"]
     else:
         given += [*NARROW, "--model.compile", "false"]
     if path.stem in {"ddp", "fsdp"}:

@@ -195,8 +195,9 @@ def test_what_cannot_be_converted_is_left_and_zero_is_an_error(layer: nn.Module,
 def test_no_attention_at_all_is_an_error_that_says_so() -> None:
     with pytest.raises(ValueError, match="no attention of Linear .* found no module that is called att"):
         lf.convert_attention(nn.Linear(3, 3))
-    with pytest.raises(ValueError, match="found no module"):  # all are converted already
-        lf.convert_attention(lf.convert_attention(nn.TransformerEncoderLayer(D, H)).model)
+    done = lf.convert_attention(nn.TransformerEncoderLayer(D, H)).model
+    with pytest.raises(ValueError, match=r"Layer is already converted: 1 layers \(self_attn\)"):
+        lf.convert_attention(done)
 
 
 def test_a_wrong_option_changes_nothing() -> None:

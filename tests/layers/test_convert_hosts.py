@@ -426,5 +426,20 @@ def test_only_converted_models_are_loaded(tmp_path: Path) -> None:
     lf.convert_attention(model)
     model.config.convert_attention = {"value_proj": True}  # other than it was converted with
     model.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="do not fit its config.*v_proj"):
+    with pytest.raises(ValueError, match="do not fit its config.*v_proj") as refusal:
+        lf.load_converted(tmp_path)
+    assert len(str(refusal.value)) < 400
+
+
+def test_the_config_that_was_given_is_left_alone(tmp_path: Path) -> None:
+    plain = build("bert")
+    config, before = plain.config, plain.config.to_dict()
+    lf.convert_attention(plain)
+    assert config.to_dict() == before
+    assert plain.config.convert_attention == {}
+    assert all(part.config is plain.config for part in plain.modules() if hasattr(part, "config"))
+    with pytest.raises(ValueError, match=r"is already converted: \d layers \(bert.encoder.layer.0"):
+        lf.convert_attention(plain)
+    type(plain)(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="holds no converted model"):
         lf.load_converted(tmp_path)

@@ -187,6 +187,21 @@ def test_invertible_blocks(smooth: bool, mode: str) -> None:
     assert all(bool(p.grad.isfinite().all()) for p in block.parameters() if p.grad is not None)
 
 
+def test_what_belongs_to_a_radius_needs_one() -> None:
+    with pytest.raises(ValueError, match="smooth_radius=True needs a key_radius, got key_radius=None"):
+        lf.L2MultiheadAttention(8, 2, smooth_radius=True)
+
+
+def test_any_number_of_tokens_without_a_mask_alone() -> None:
+    """Under a causal mask the gain on a ball grows without end, and causal=None allows one."""
+    assert l2_gain(math.inf, is_causal=True, radius=0.5) == math.inf
+    assert l2_gain(math.inf, radius=0.5) < 1.5
+    for norm, causal in (("l2", False), ("token", None), ("token", False)):
+        lf.Contractive(lf.L2MultiheadAttention(8, 2, causal=causal, key_radius=0.5), norm=norm)
+    with pytest.raises(lf.NotCertifiable, match="under a causal mask, which causal=None allows, grows"):
+        lf.Contractive(lf.L2MultiheadAttention(8, 2, key_radius=0.5), norm="l2")
+
+
 def test_flows_and_models_have_it() -> None:
     flow = lf.flows.AttentionFlow(2, depth=1, num_heads=2, width=8, hidden=8, seq_len=4, key_radius=2.0)
     attention = next(m for m in flow.modules() if isinstance(m, lf.L2MultiheadAttention))

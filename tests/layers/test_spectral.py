@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -229,6 +230,13 @@ def test_copies_of_one_layer_are_baked_each() -> None:
 
 @pytest.mark.parametrize(("coeff", "mode"), [(0.0, "cap"), (float("nan"), "cap"), (1.0, "clip")])
 def test_bad_arguments_are_named(coeff: float, mode: str) -> None:
+    layer = lf.SpectralLinear(2, 2)
+    for later in (0.0, -1.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match="coeff must be positive and finite, got"):
+            layer.coeff = later
+    assert layer.coeff == 1.0
+    layer.coeff = 0.5
+    assert lf.certify(layer).bound == 0.5
     with pytest.raises(ValueError, match="coeff must be positive and finite|orthogonal, got 'clip'"):
         lf.SpectralLinear(2, 2, coeff=coeff, mode=mode)
 

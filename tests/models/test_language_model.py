@@ -14,6 +14,7 @@ from scipy.special import lambertw  # type: ignore[import-untyped]
 from torch import nn
 
 import lipformer as lf
+from lipformer.flows import ActNorm, NotConverged
 from lipformer.models import VARIANTS, LanguageModel
 from tests.models.variants import CASES, CERTIFIED, build, fit, tokens
 
@@ -167,6 +168,24 @@ def test_a_baked_model_says_the_same_and_still_inverts() -> None:
         assert (plain(x) - model(x)).abs().max() <= 1e-5
         embedded = plain.embed(x)
         assert (plain.invert(plain.hidden(embedded)) - embedded).abs().max() <= 1e-4
+
+
+def test_an_inverse_that_act_norms_spoil_is_refused() -> None:
+    model = build("invertible")
+    model.initialize(tokens(2, 9))
+    model.eval()
+    with torch.no_grad():
+        next(block for block in model.trunk if isinstance(block, ActNorm)).log_scale.sub_(17.0)
+        x = model.embed(tokens(2, 9))
+        hidden = model.hidden(x)
+        with pytest.raises(NotConverged, match="off by about .* ActNorms enlarge .* in float64 a tol"):
+            model.invert(hidden)
+        model.double()
+        hidden = model.hidden(x.double())
+        with pytest.raises(NotConverged, match="off by about"):
+            model.invert(hidden)
+        # What the message says helps.
+        assert (model.invert(hidden, tol=1e-13) - x).abs().max() < 1e-2
 
 
 def test_other_variants_have_no_inverse() -> None:

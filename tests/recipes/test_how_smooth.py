@@ -43,7 +43,12 @@ def test_random_models(model: str, tmp_path: Path, capsys: pytest.CaptureFixture
     summary = (tmp_path / "summary.md").read_text()
     assert f"attention of {model}" in summary
     assert "| 1 " in summary
-    assert summary in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert summary in out
+    lines = [line for line in out.splitlines() if line.startswith("n = ")]
+    assert [line.split(": ")[0] for line in lines] == ["n = 2", "n = 6", "n = 12"]
+    gains = [float(row["gain"]) for row in found if (row["n"], row["index"]) == ("12", "1")]
+    assert lines[-1].split()[-1] == f"{sum(gains) / 2:.4g}"
     again = tmp_path / "again"
     main(["--model", model, *SMALL, "--bound", "jasmin", "--out", str(again)])
     assert rows(again) == found

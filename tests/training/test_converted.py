@@ -9,7 +9,7 @@ import transformers as hf
 from torch import nn
 
 import lipformer as lf
-from training.converted import from_encoder
+from training.converted import from_encoder, with_vocabulary
 from training.errors import BadInput
 
 
@@ -73,3 +73,24 @@ def test_a_bert_is_taken_by_its_parts() -> None:
 def test_what_is_no_encoder_is_refused() -> None:
     with pytest.raises(BadInput, match="takes an nn.TransformerEncoder or a BERT-type.* got Linear"):
         from_encoder(nn.Linear(3, 3), "ab")
+
+
+@pytest.mark.parametrize("variant", ["l2", "invertible", "lipschitz"])
+def test_further_characters_leave_the_others_as_they_were(variant: str) -> None:
+    model = lf.models.VARIANTS[variant](4, dim=8, num_heads=2, num_layers=1, vocabulary="abcd")
+    model.initialize(torch.tensor([[0, 1, 2, 3]]))
+    with torch.no_grad():
+        model.embedding.weight.mul_(0.3).add_(5.0)
+    larger = with_vocabulary(model.eval(), "abcdxyz")
+    tokens = torch.tensor([[3, 0, 1, 1, 2]])
+    new, old = larger(tokens), model(tokens)
+    torch.testing.assert_close(new[..., :4], old, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(new[..., 4:], old.mean(-1, keepdim=True).expand(1, 5, 3))
+    added = larger.embedding.weight[4:]
+    assert len(added.unique(dim=0)) == 3
+    assert (added - 5.0).abs().max() < 2.0
+    x = torch.randn(1, 6, 8)
+    assert lf.estimate_lipschitz(larger.body, x).value <= lf.certify(larger).bound
+    assert with_vocabulary(model, "abcd") is model
+    with pytest.raises(ValueError, match="must begin with the model's 'abcd', got 'abxd'"):
+        with_vocabulary(model, "abxd")

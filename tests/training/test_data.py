@@ -33,6 +33,25 @@ def test_numbers_lead_back_to_the_text() -> None:
         corpus.encode("to X Y", vocabulary, "--prompt")
 
 
+def test_unknown_characters_are_dropped_or_replaced() -> None:
+    assert corpus.known_text("Zoë, ok", "ok ", "drop") == "o ok"
+    assert corpus.known_text("Zoë, ok", "ok ", "replace") == " o   ok"
+    assert corpus.known_text("Zoë, ok", "ok ?", "replace") == "?o?? ok"
+    with pytest.raises(BadInput, match=r"replace needs .* in the vocabulary, which is 'ok'; drop"):
+        corpus.known_text("Z", "ok", "replace")
+
+
+def test_what_is_left_of_a_text_must_be_enough(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    with pytest.raises(BadInput, match="the train text of .* has 0 characters; blocks of 16 need 32"):
+        data(tmp_path, vocabulary="XY", unknown="drop").codes  # noqa: B018
+    with pytest.raises(BadInput, match="packing sentences needs a vocabulary with a newline"):
+        data(tmp_path, vocabulary="be", unknown="drop", packing="sentences").codes  # noqa: B018
+    grown = data(tmp_path, vocabulary="zb", unknown="extend")
+    assert grown.vocabulary[:3] == "zb\n"
+    assert grown.codes["train"].max() == len(grown.vocabulary) - 1
+
+
 def test_pydoc_needs_no_files() -> None:
     module = CharacterData(block=32, batch_size=8)
     module.setup("fit")

@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 
 import lipformer as lf
-from lipformer.models import VARIANTS, LanguageModelConfig
+from lipformer.models import VARIANTS, LanguageModel, LanguageModelConfig
 from tests.training.tiny import LIGHTNING_WARNINGS, Losses, data, module, trainer, write_corpus
 from training import schedules
+from training.corpus import decode
 from training.errors import BadInput
 from training.module import VARIANT, LanguageModule
 from training.optimisers import decay_groups
@@ -128,10 +129,38 @@ def test_it_starts_from_a_saved_model(tmp_path: Path) -> None:
     change = (tuned.model.embedding.weight - first.model.embedding.weight).abs().max()
     assert 0 < change < 0.1
     (tmp_path / "text" / "train.txt").write_text("Zebras QUIZ\n" * 20)
-    with pytest.raises(BadInput, match="the train text has .* characters that the model does not know"):
+    with pytest.raises(BadInput, match=r"the train text has 4 characters that .*--data\.unknown drop"):
         trainer(max_steps=1).fit(
             LanguageModule(UNTOLD, pretrained=str(tmp_path / "saved")), data(tmp_path / "text")
         )
+
+
+@pytest.mark.parametrize("unknown", ["drop", "replace", "extend"])
+def test_it_takes_unknown_characters(
+    tmp_path: Path, unknown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    letters = "".join(sorted(set((write_corpus(tmp_path) / "train.txt").read_text())))
+    saved = VARIANTS["lipschitz"](len(letters), dim=16, num_heads=2, num_layers=1, vocabulary=letters)
+    saved.save_pretrained(tmp_path / "saved")
+    with (tmp_path / "train.txt").open("a") as file:
+        file.write("Zoé\n" * 3)
+    corpus = data(tmp_path, unknown=unknown)
+    tuned = LanguageModule(UNTOLD, pretrained=str(tmp_path / "saved"), warmup=1)
+    trainer(max_steps=2, limit_val_batches=1).fit(tuned, corpus)
+    told = capsys.readouterr().out
+    read = decode(corpus.codes["train"], corpus.vocabulary)
+    if unknown == "extend":
+        assert corpus.vocabulary == tuned.model.config.vocabulary == letters + "Zé"
+        assert read == corpus.texts["train"]
+        assert not told
+    else:
+        assert corpus.vocabulary == letters
+        assert read.endswith("\n" + ("o\n" if unknown == "drop" else " o \n") * 3)
+        assert f"the train text: {unknown[:4]}" in told
+        assert "ed 6 characters that the model does not know ('Z', 'é')" in told
+    assert lf.certify(tuned.model.eval()).bound <= lf.certify(saved.eval()).bound * 1.001
+    tuned.model.save_pretrained(tmp_path / "tuned")
+    assert LanguageModel.from_pretrained(tmp_path / "tuned").config.vocabulary == corpus.vocabulary
 
 
 def test_bad_options_are_told_in_a_line(tmp_path: Path) -> None:

@@ -107,11 +107,12 @@ def test_an_invertible_model_inverts_after_training(tmp_path: Path) -> None:
     assert inversion_error(model.model, tokens) > 1e-2
 
 
-def test_what_is_cut_is_told_and_made_up_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_cut_is_told_and_made_up_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_corpus(tmp_path)
-    monitors = [InversionMonitor(length=16, budget=0.0), CertificateMonitor(**CERTIFICATE | {"budget": 0.0})]
+    monitors = [
+        InversionMonitor(length=16, budget=0.0),
+        CertificateMonitor(**CERTIFICATE | {"budget": 0.0}),
+    ]
     report, model = watched(tmp_path, monitors, logger=CSVLogger(tmp_path))
     cut = ["inversion/error", "certificate/local", "certificate/local_estimate", "certificate/estimate"]
     seen = [row for row in report.rows if "certificate/bound" in row]
@@ -122,7 +123,10 @@ def test_what_is_cut_is_told_and_made_up_for(
     assert all(row["certificate/bound"] > 0 for row in seen), "the constant is never cut"
     assert seen[-1]["certificate/estimate"] <= seen[-1]["certificate/bound"]
     out = capsys.readouterr().out
-    assert [out.count(f"step {step}: no inversion/error: monitors may take 0") for step in (2, 4)] == [1, 1]
+    assert [out.count(f"step {step}: no inversion/error: monitors may take 0") for step in (2, 4)] == [
+        1,
+        1,
+    ]
     assert "no certificate/local, certificate/local_estimate, certificate/estimate" in out
     text = summary(report.rows, model, math.nan, "", [])
     assert "| inversion error, largest entry: validations without, for lack of time | 2 | 2, 4 |" in text
@@ -151,12 +155,16 @@ def test_monitors_share_their_time(tmp_path: Path) -> None:
 
 
 def test_a_deadline_stops_what_calls_torch() -> None:
-    done = 0
-    with pytest.raises(OutOfTime), Deadline(0.05):
-        while True:
-            torch.ones(2) + 1
-            done += 1
-    assert done > 10
+    done = []
+
+    def work() -> None:
+        with Deadline(0.05):
+            while True:
+                done.append(torch.ones(2) + 1)
+
+    with pytest.raises(OutOfTime):
+        work()
+    assert len(done) > 3
     with Deadline(math.inf):
         assert float(torch.ones(2).sum()) == 2.0
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lipformer.analysis.inputs import check_samples, radii
 from lipformer.analysis.robustness.lofast import Modulus
-from lipformer.analysis.robustness.perturbation import modulus_of, tokens_for
+from lipformer.analysis.robustness.perturbation import Step, modulus_of, tokens_for
 from lipformer.certificate import Ask
 from lipformer.certificate.rules import check_forward, kind_of, methods_behind, refuse_hooks
 from lipformer.certificate.torch_rules import chain
@@ -42,7 +43,7 @@ def certified_radius(
     .. math:: f_y - f_j > \min\{ \|w_y - w_j\|\,\delta(\epsilon),\; \sqrt2\, \delta_f(\epsilon) \},
 
     where :math:`\delta_f` bounds the logits; without a linear last layer only the second is used. The
-    bounds grow with :math:`\epsilon`, so that bisection finds the largest radius, from below.
+    bounds grow with :math:`\epsilon`, so that a search finds the largest radius, from below (`_search`).
 
     The model is copied to float64 and the certificate is one for exact arithmetic with the weights that
     it multiplies by in its own dtype, as that of :func:`lipformer.certify`; margins must exceed their
@@ -70,23 +71,17 @@ def certified_radius(
     Example:
         >>> model = nn.Sequential(nn.Flatten(), nn.Linear(2, 2, bias=False))
         >>> model[1].weight = nn.Parameter(torch.tensor([[1.0, 0.0], [-1.0, 0.0]]))
-        >>> certified_radius(model, torch.tensor([[0.5, 3.0]]), torch.tensor([0])).item()
-        0.499
+        >>> radius = certified_radius(model, torch.tensor([[0.5, 3.0]]), torch.tensor([0])).item()
+        >>> 0.499 <= radius < 0.5
+        True
     """
     if not (tol > 0 and 0 < max_radius < math.inf):
         raise ValueError(
             f"max_radius must be positive and finite, tol positive, got {max_radius} and {tol}"
         )
     found = []
-    for test, part in _tests(model, x, y, batch_size):
-        low = torch.zeros(len(part), dtype=torch.float64, device=part.device)
-        high = torch.full_like(low, max_radius)
-        low = torch.where(test(high), high, low)
-        for _ in range(max(0, math.ceil(math.log2(max_radius / tol)))):
-            middle = (low + high) / 2
-            stands = test(middle)
-            low, high = torch.where(stands, middle, low), torch.where(stands, high, middle)
-        found.append(low)
+    for test, _ in _tests(model, x, y, batch_size):
+        found.append(_search(test, max_radius, tol))
     return torch.cat(found) if found else x.new_zeros(0, dtype=torch.float64)
 
 
@@ -107,7 +102,7 @@ def is_certified(
     found: list[Tensor] = []
     for test, part in _tests(model, x, y, batch_size):
         first = sum(map(len, found))
-        found.append(test(radius[first : first + len(part)]))
+        found.append(test.slack(radius[first : first + len(part)]) > 0)
     return torch.cat(found) if found else x.new_zeros(0, dtype=torch.bool)
 
 
@@ -131,14 +126,59 @@ def certified_accuracy(
     totals = [0] * len(levels)
     for test, part in _tests(model, x, y, batch_size):
         for i, level in enumerate(levels):
-            totals[i] += int(test(level[: len(part)]).sum())
+            totals[i] += int((test.slack(level[: len(part)]) > 0).sum())
     return [total / len(x) for total in totals]
 
 
-def _tests(
-    model: nn.Module, x: Tensor, y: Tensor, batch_size: int
-) -> Iterator[tuple[Callable[[Tensor], Tensor], Tensor]]:
-    """For each batch the test of radii (B,) -> (B,) bool, and its labels."""
+class _Test(NamedTuple):
+    """The test of radii of a batch.
+
+    Attributes:
+        slack: of radii (B,) by how much margins exceed their bounds, (B,); certified where positive.
+        margin: the same at radius 0, (B,).
+        first: radii that the global certificate alone gives, (B,); zero where there is none.
+    """
+
+    slack: Callable[[Tensor], Tensor]
+    margin: Tensor
+    first: Tensor
+
+
+def _search(test: _Test, most: float, tol: float) -> Tensor:
+    """The largest radii that pass a test, from below: within tol, at most `most`.
+
+    From the radius of the global certificate outwards along the line through the margins at 0 and there,
+    at most eightfold; once the end is enclosed, where the line through both sides meets zero, moved by
+    tol/2 to the middle so that both sides close in, and every third time the middle.
+    """
+    low, high = torch.zeros_like(test.margin), torch.full_like(test.margin, most)
+    above, below = test.margin, torch.full_like(test.margin, torch.nan)  # slack at low and high
+    high = torch.where(above > 0, high, low)  # a wrong answer has no radius
+    point = torch.where(test.first > 0, test.first, math.sqrt(tol * most)).clamp_max(most)
+    count = 0
+    while bool((going := high - low > tol).any()):
+        count += 1
+        found = test.slack(torch.where(going, point, low))
+        stands = found > 0
+        up, down = going & stands, going & ~stands
+        low, above = torch.where(up, point, low), torch.where(up, found, above)
+        high, below = torch.where(down, point, high), torch.where(down, found, below)
+        ahead = low * test.margin / (test.margin - above)
+        ahead = torch.where(ahead.isfinite(), ahead, torch.inf).clamp_max(8 * low) + tol / 2
+        between = low + (high - low) * above / (above - below)
+        middle = (low + high) / 2
+        between = between + (tol / 2) * (middle - between).sign()
+        enclosed = below.isfinite() & (count % 3 > 0)
+        between = torch.where(enclosed, between, middle)
+        point = torch.where(below.isnan(), torch.where(low > 0, ahead, middle), between)
+        # The last point outwards is the end itself.
+        point = torch.minimum(point, high)
+        point = torch.where((point <= low) | (point >= high) & ~below.isnan(), middle, point)
+    return low
+
+
+def _tests(model: nn.Module, x: Tensor, y: Tensor, batch_size: int) -> Iterator[tuple[_Test, Tensor]]:
+    """For each batch the test of radii, and its labels."""
     check_samples(x)
     if y.shape != x.shape[:1] or y.is_floating_point() or y.dtype == torch.bool:
         raise ValueError(
@@ -159,9 +199,7 @@ def _tests(
         yield _test(plain(logits), part.long(), moved, spread, weight), part
 
 
-def _test(
-    logits: Tensor, y: Tensor, moved: Modulus, spread: Modulus, weight: Tensor | None
-) -> Callable[[Tensor], Tensor]:
+def _test(logits: Tensor, y: Tensor, moved: Modulus, spread: Modulus, weight: Tensor | None) -> _Test:
     """The test of a batch: logits (B, K), the moduli of hidden vectors and head, its matrix (K, D)."""
     rival = torch.arange(logits.shape[1], device=y.device) != y[:, None]
     margin = logits.gather(1, y[:, None]) - logits
@@ -170,14 +208,22 @@ def _test(
     if weight is not None:
         apart = enlarge(torch.linalg.vector_norm(weight[y][:, None] - weight, dim=-1))
 
-    def test(eps: Tensor) -> Tensor:
-        delta = moved(eps)
+    def slack(delta: Tensor) -> Tensor:
+        """What is left of the margins where hidden vectors move by delta."""
         needed = enlarge(math.sqrt(2.0) * spread(delta))[:, None]
         if apart is not None:
             needed = torch.minimum(needed, apart * delta[:, None])
-        return ((margin > needed) | ~rival).all(1)
+        return (margin - needed).masked_fill(~rival, torch.inf).amin(1)
 
-    return test
+    zero = torch.zeros_like(logits[:, 0])
+    left = slack(zero)
+    first = zero
+    constant = moved.whole.bound if isinstance(moved, Step) and moved.whole is not None else 0.0
+    if constant > 0:
+        # Where the margins would be gone at the pace of the first unit.
+        fall = left - slack(zero + 1.0)
+        first = torch.where(fall > 0, left / (fall * constant), 0.0)
+    return _Test(lambda eps: slack(moved(eps)), left, first)
 
 
 def _parts(model: nn.Module, image: Tensor) -> dict[str, nn.Module]:

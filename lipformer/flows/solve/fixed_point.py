@@ -74,13 +74,20 @@ class Record:
 
 
 class NotConverged(RuntimeError):
-    """A solve that ran out of evaluations. Its ``record`` says how far it came."""
+    """A solve that ran out of evaluations. Its ``record`` says how far it came.
 
-    def __init__(self, record: Record, max_iter: int) -> None:
+    Args:
+        record: of the solve.
+        max_iter: evaluations that were allowed.
+        told: what to say instead.
+    """
+
+    def __init__(self, record: Record, max_iter: int, told: str = "") -> None:
         self.record = record
         residual, error = float(record.residual.max()), float(record.error_bound.max())
         super().__init__(
-            f"no convergence in max_iter={max_iter} evaluations: residual {residual:.3g}, "
+            told
+            or f"no convergence in max_iter={max_iter} evaluations: residual {residual:.3g}, "
             f"error bound {error:.3g}; allow more evaluations, a larger tol, or use a smaller coeff"
         )
 

@@ -139,8 +139,9 @@ def length(layer: L2MultiheadAttention, ask: Ask) -> float:
     if n is not None:
         return n
     if layer.window is None and layer.slopes is None and not _any_number(layer, ask):
+        under = " under a causal mask, which causal=None allows," if layer.bounds_keys else ""
         raise ask.refuse(
-            "the gain of attention grows with the number of tokens, and none was given",
+            f"the gain of attention{under} grows with the number of tokens, and none was given",
             "seq_len=N, or a layer with max_len=N, a window, ALiBi, or key_radius with causal=False",
         )
     return math.inf

@@ -206,6 +206,8 @@ class L2MultiheadAttention(Layer):
         number = isinstance(key_radius, (int, float)) and 0.0 < key_radius < math.inf
         if key_radius is not None and not number:
             raise ValueError(f"key_radius must be None or positive and finite, got {key_radius!r}")
+        if smooth_radius and key_radius is None:
+            raise ValueError("smooth_radius=True needs a key_radius, got key_radius=None")
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.dropout = dropout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -128,6 +129,10 @@ def replace_attention(model: nn.Module, options: Mapping[str, Any], start: bool 
         except Left as reason:
             left[path] = str(reason)
     if not sites:
+        before = [path or "(all)" for path, part in model.named_modules() if _is_converted(part)]
+        if before and not left:
+            some = ", ".join(before[:3]) + (", ..." if len(before) > 3 else "")
+            raise ValueError(f"{kind_of(model)} is already converted: {len(before)} layers ({some})")
         listed = "".join(f"\n  {path}: {reason}" for path, reason in left.items())
         raise ValueError(
             f"no attention of {kind_of(model)} can be converted; known are {_KNOWN}; found "
@@ -142,11 +147,28 @@ def replace_attention(model: nn.Module, options: Mapping[str, Any], start: bool 
         if parts.outside is not None:
             holder, name = parts.outside
             holder._modules[name] = nn.Identity()
-    for part in model.modules():
-        # What save_pretrained of Hugging Face writes, for load_converted to build the model by.
-        if hasattr(part, "save_pretrained") and hasattr(getattr(part, "config", None), "to_dict"):
-            setattr(part.config, RECORD, dict(options))
+    _note(model, options)
     return Conversion(model, {path: kind_of(site.module) for path, site in sites.items()}, left)
+
+
+def _note(model: nn.Module, options: Mapping[str, Any]) -> None:
+    """Keeps the options in the model's Hugging Face config, for load_converted to build it by.
+
+    In a copy of it: other models may be built by the config that was given.
+    """
+    copies: dict[int, tuple[Any, Any]] = {}
+    for part in model.modules():
+        given = vars(part).get("config")
+        if hasattr(given, "to_dict"):
+            # With what was copied, so that no other object can have its id.
+            _, own = copies.setdefault(id(given), (given, copy.deepcopy(given)))
+            setattr(own, RECORD, dict(options))
+            part.config = own
+
+
+def _is_converted(part: nn.Module) -> bool:
+    """Whether it is the outermost module of a converted layer."""
+    return isinstance(part, (L2MultiheadAttention, HostedAttention))
 
 
 class Left(Exception):
@@ -159,12 +181,13 @@ def attention_sites(model: nn.Module) -> Iterator[Site]:
     for i, site in enumerate(sites):
         inside = f"{site.path}." if site.path else ""
         nested = any(other.path.startswith(inside) for other in sites[i + 1 :])
+        nested = nested or any(map(_is_converted, site.module.modules()))
         if known(site.module) is not None or not nested:
             yield site
 
 
 def _walk(site: Site) -> Iterator[Site]:
-    if isinstance(site.module, (L2MultiheadAttention, HostedAttention)):
+    if _is_converted(site.module):
         return
     if known(site.module) is not None or "attention" in type(site.module).__name__.lower():
         yield site
