@@ -124,7 +124,7 @@ def test_what_has_no_proof_is_refused() -> None:
             lf.L2MultiheadAttention(D, H, key_radius=radius)
 
 
-@pytest.mark.parametrize("smooth, options", [(i % 2 == 0, m) for i, m in enumerate(MASKS)], ids=str)
+@pytest.mark.parametrize(("smooth", "options"), [(i % 2 == 0, m) for i, m in enumerate(MASKS)], ids=str)
 def test_contractive_divides_by_it_and_bakes_it(smooth: bool, options: dict[str, Any]) -> None:
     for norm in ["l2", "token", *(["self"] if options.get("causal") else [])]:
         module = lf.Contractive(layer(smooth, torch.float32, **options), 0.9, norm=norm)
