@@ -225,7 +225,7 @@ def small_model(variant: str, steps: int = 60) -> tuple[VisionTransformer, Tenso
 def test_pgd_accuracy_is_not_below_certified_accuracy(variant: str) -> None:
     model, images, labels = small_model(variant)
     radius = radii(model, images, labels, 25)
-    assert torch.equal(radius, certified_radius(model, images, labels))
+    assert torch.allclose(radius, certified_radius(model, images, labels), rtol=0, atol=1e-3)
     eps = [0.02, 0.1, 0.3, 1.0, 3.0]
     rows = table(model, images, labels, radius, eps, steps=10, restarts=2)
     assert rows[0].clean > 0.7
