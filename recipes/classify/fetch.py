@@ -4,9 +4,9 @@ python -m recipes.classify.fetch data/movies
 
 The source distribution of vaderSentiment 3.3.2 (MIT licence, C.J. Hutto) holds 10,605 sentences of film
 reviews, from those of Pang and Lee 2004, with the mean of some 20 ratings from -4 to 4 each (Hutto and
-Gilbert 2014). The label is the sign of the mean where it exceeds 0.5 in size: 10,041 texts, about half of
-them positive, in a split that does not change. pip asks the package's own setup.py for its name; nothing
-of it is installed.
+Gilbert 2014). The label is the sign of the mean where it exceeds 0.5 in size: 10,041 texts, about half
+of them positive, in a split that does not change. pip asks the package's own setup.py for its name;
+nothing of it is installed.
 """
 
 from __future__ import annotations
