@@ -1,4 +1,4 @@
-"""The report of a run: certified accuracy for one token, a few and all, beside attacks."""
+"""The report of a run: certified accuracy for one token and for all, beside attacks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from recipes.pgd import logit_margin, pgd
 from recipes.report import RunReport, count, draw_accuracy
 
 # Tokens that may move, and what a column is called.
-FEW = {"one token": 1, "three tokens": 3, "all tokens": 10**6}
+FEW = {"one token": 1, "all tokens": 10**6}
 
 
 class Padded(nn.Module):
@@ -88,11 +88,11 @@ class Report(RunReport):
         self,
         directory: str = "report/classify",
         eps: list[PositiveFloat] | None = None,
-        attacked_texts: PositiveInt = 200,
+        attacked_texts: PositiveInt = 100,
         attack_steps: PositiveInt = 10,
         attack_restarts: PositiveInt = 2,
-        exchanges: PositiveInt = 10,
-        local_texts: NonNegativeInt = 20,
+        exchanges: PositiveInt = 3,
+        local_texts: NonNegativeInt = 5,
     ) -> None:
         super().__init__(directory)
         self.eps = sorted(eps or [0.1, 0.25, 0.5, 1.0, 2.0])
