@@ -59,8 +59,9 @@ def _through(
     module: nn.Module, step: Step, s: Tensor, q: Tensor, changed: int, count: int
 ) -> tuple[Tensor, Tensor]:
     if isinstance(module, TokenMean):
-        mean = (math.sqrt(changed) * s + math.sqrt(count) * q) / max(count, module.least)
-        return torch.zeros_like(s), mean * ROUND_UP**3
+        # Where s is not zero yet, all modules so far kept the number of tokens.
+        mean = s * (math.sqrt(changed) / max(count, module.least) * ROUND_UP**2) + step(q)
+        return torch.zeros_like(s), mean * ROUND_UP
     if step.whole is not None and _alone(module):
         factor = step.whole.bound * ROUND_UP
         return factor * s, factor * q
