@@ -25,8 +25,10 @@ PTB = "ptb-text-only/ptb_text_only"
 REVISIONS = {PTB: "refs/convert/parquet"}
 _OTHER_NAMES = {"valid": ("validation", "val"), "train": (), "test": ()}
 # Columns that hold the text, most likely first.
-_COLUMNS = ("text", "sentence", "content")
+TEXT_COLUMNS = ("text", "sentence", "content")
 _MARK = "\ufeff"
+# Files of rows with named columns, and what reads them.
+TABLES = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 
 
 def embedded_text() -> str:
@@ -88,10 +90,15 @@ def from_hub(name: str | None, revision: str | None = None, config: str | None =
 
 
 def read(path: str, name: str | None = None, **options: Any) -> datasets.DatasetDict:
-    """`datasets.load_dataset` without progress bars: a directory or the hub."""
-    if Path(path).is_dir():
+    """`datasets.load_dataset` without progress bars: a directory, one table (a file) or the hub."""
+    if Path(path).exists():
         # Its cache goes by path and time: what was rewritten in the same moment would not be read.
         options["cache_dir"] = str(Path(datasets.config.HF_DATASETS_CACHE) / _content(Path(path)))
+    if Path(path).is_file():
+        kind = Path(path).suffix.lower()
+        if kind not in TABLES:
+            raise BadInput(f"a table must be one of {', '.join(TABLES)}, got {path!r}")
+        options["data_files"], path = path, TABLES[kind]
     shown = datasets.is_progress_bar_enabled()
     datasets.disable_progress_bars()
     try:
@@ -205,9 +212,9 @@ def _lines(file: Path) -> list[str]:
 
 
 def _content(folder: Path) -> str:
-    """A digest of all files of a directory, and of their names."""
+    """A digest of a file, or of all files of a directory, and of their names."""
     digest = hashlib.sha256()
-    for file in sorted(file for file in folder.rglob("*") if file.is_file()):
+    for file in sorted(file for file in (folder, *folder.rglob("*")) if file.is_file()):
         digest.update(os.fsencode(file.relative_to(folder)) + b" %d " % file.stat().st_size)
         with file.open("rb") as opened:
             for chunk in iter(lambda: opened.read(1 << 20), b""):
@@ -216,12 +223,12 @@ def _content(folder: Path) -> str:
 
 
 def _text_column(rows: datasets.Dataset, name: str) -> datasets.Dataset:
-    for column in _COLUMNS:
+    for column in TEXT_COLUMNS:
         if column in rows.column_names:
             return rows.select_columns([column]).rename_columns(
                 {column: "text"} if column != "text" else {}
             )
     raise BadInput(
-        f"the dataset {name!r} has no column {', '.join(_COLUMNS)}; its columns are "
+        f"the dataset {name!r} has no column {', '.join(TEXT_COLUMNS)}; its columns are "
         f"{', '.join(rows.column_names)}"
     )

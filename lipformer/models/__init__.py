@@ -1,8 +1,9 @@
-"""Language models and Vision Transformers of certified layers, and the ones to compare them with.
+"""Models of certified layers for language, images and sequences, and the ones to compare them with.
 
 A builder for each variant gives a :class:`LanguageModel`: ``lf.models.lipschitz(vocab_size=50)``. Its
 ``generate``, ``invert`` (variant "invertible"), ``save_pretrained`` and ``from_pretrained`` do
-the rest. See docs/models.md. :class:`VisionTransformer` classifies images with a certified radius.
+the rest. See docs/models.md. :class:`VisionTransformer` classifies images with a certified radius,
+:class:`EncoderClassifier` texts and other sequences.
 """
 
 from lipformer.models.builders import (
@@ -17,6 +18,8 @@ from lipformer.models.builders import (
 from lipformer.models.causal_attention import DotProductAttention, UntiedL2Attention
 from lipformer.models.config import LanguageModelConfig
 from lipformer.models.converted import load_converted
+from lipformer.models.encoder_classifier import EncoderClassifier
+from lipformer.models.encoder_config import EncoderClassifierConfig
 from lipformer.models.hugging_face import register_l2_attention
 from lipformer.models.language_model import LanguageModel
 from lipformer.models.self_attention import DotProductSelfAttention
@@ -27,6 +30,8 @@ __all__ = [
     "VARIANTS",
     "DotProductAttention",
     "DotProductSelfAttention",
+    "EncoderClassifier",
+    "EncoderClassifierConfig",
     "LanguageModel",
     "LanguageModelConfig",
     "UntiedL2Attention",

@@ -1,4 +1,4 @@
-"""Dot-product self-attention without a mask, which the local analysis can take apart."""
+"""Dot-product self-attention without a causal mask, which the local analysis can take apart."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from lipformer.certificate import Ask, Bound, register_bound
 from lipformer.functional.attention.maps import AttentionMaps
 from lipformer.layers import SpectralLinear
 from lipformer.layers.layer import Layer
+from lipformer.layers.layout import padding
 
 
 class DotProductSelfAttention(Layer):
@@ -63,13 +64,15 @@ class DotProductSelfAttention(Layer):
         """The width of a head."""
         return self.q_proj.out_features // self.num_heads
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(*, N, D) -> (*, N, D)."""
+    def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+        """(*, N, D) -> (*, N, D), or (B, N, D) with a mask (B, N) that is True at padded tokens."""
         q, k, v = (
             rearrange(layer(x), "... n (h d) -> ... h n d", h=self.num_heads)
             for layer in (self.q_proj, self.k_proj, self.v_proj)
         )
-        heads = F.scaled_dot_product_attention(q, k, v)
+        hidden = padding(key_padding_mask, x)
+        seen = None if hidden is None else ~hidden[:, None, None]
+        heads = F.scaled_dot_product_attention(q, k, v, seen)
         return self.out_proj(rearrange(heads, "... h n d -> ... n (h d)"))
 
     def attention_maps(self) -> AttentionMaps:

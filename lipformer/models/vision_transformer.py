@@ -97,7 +97,7 @@ class Positions(nn.Module):
     """Adds a learned vector to each token: a constant shift, of constant 1.
 
     Args:
-        tokens: N.
+        tokens: the most there are.
         dim: D.
         std: of the initial vectors.
     """
@@ -108,10 +108,10 @@ class Positions(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, N, D) -> (B, N, D)."""
-        if x.shape[-2:] != self.vectors.shape:
-            count, dim = self.vectors.shape
-            raise ValueError(f"tokens must be (B, {count}, {dim}), got {tuple(x.shape)}")
-        return x + self.vectors
+        count, dim = self.vectors.shape
+        if x.ndim != 3 or x.shape[1] > count or x.shape[2] != dim:
+            raise ValueError(f"tokens must be (B, N <= {count}, {dim}), got {tuple(x.shape)}")
+        return x + self.vectors[: x.shape[1]]
 
     def extra_repr(self) -> str:
         return f"{self.vectors.shape[0]} tokens"

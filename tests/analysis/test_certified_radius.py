@@ -209,3 +209,37 @@ def test_what_is_not_followed_is_named() -> None:
     match = r"'0' \(TransformerEncoder\) .* do not follow this class.* lf\.Residual\(lipformer\.models"
     with pytest.raises(lf.NotCertifiable, match=match):
         certified_radius(model, torch.randn(2, 3, 4), torch.tensor([0, 1]))
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 5, 9])
+def test_a_mean_of_tokens_has_its_distance_when_few_of_them_move(tokens: int) -> None:
+    """k of n tokens that all go one way move a mean by k/n."""
+    model = nn.Sequential(nn.Linear(4, 4), lf.TokenMean(), nn.Linear(4, 3)).to(F64)
+    nn.init.orthogonal_(model[0].weight)
+    x = torch.randn(6, 5, 4, dtype=F64)
+    logits, weight = model(x), model[2].weight
+    labels = logits.argmax(1)
+    distance = (logits.gather(1, labels[:, None]) - logits) / (weight[labels][:, None] - weight).norm(
+        dim=-1
+    )
+    exact = distance.nan_to_num(nan=torch.inf).amin(1) * 5 / min(tokens, 5)
+    radius = certified_radius(model, x, labels, tokens=tokens, tol=1e-5)
+    torch.testing.assert_close(radius, exact.detach(), rtol=0.0, atol=3e-5)
+
+
+def test_the_tokens_of_a_mean_are_those_that_reach_it() -> None:
+    """A convolution makes two tokens of eight: the mean is then one of two."""
+    model = nn.Sequential(nn.Conv1d(8, 2, 1), lf.TokenMean(), nn.Linear(4, 3)).to(F64)
+    x = torch.randn(6, 8, 4, dtype=F64)
+    labels = model(x).argmax(1)
+    radius = certified_radius(model, x, labels, tokens=1, tol=1e-5)
+    x.requires_grad_()
+    logits, nearest = model(x), torch.full((6,), torch.inf, dtype=F64)
+    for j in range(3):
+        margin = logits.gather(1, labels[:, None])[:, 0] - logits[:, j]
+        (slope,) = torch.autograd.grad(margin.sum(), x, retain_graph=True)
+        steepest = slope.norm(dim=-1).amax(1)
+        reach = torch.where(labels == j, torch.inf, margin.detach() / steepest)
+        nearest = torch.minimum(nearest, reach)
+    assert bool((radius > 0).all())
+    assert bool((radius <= nearest).all())

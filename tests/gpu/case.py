@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipformer.models import LanguageModelConfig, VisionTransformerConfig
+from lipformer.models.entries import ModelConfig
 
 Spec = functools.partial[Any]
 EVERYWHERE = ("pretend", "cuda")
@@ -31,7 +31,7 @@ def build(spec: Any) -> Any:
 def described(spec: Any) -> str:
     """The description in words."""
     if not isinstance(spec, functools.partial):
-        if isinstance(spec, LanguageModelConfig | VisionTransformerConfig):
+        if isinstance(spec, ModelConfig):
             return spec.variant
         return getattr(spec, "__name__", str(spec))
     given = [*map(described, spec.args), *(f"{n}={described(v)}" for n, v in spec.keywords.items())]

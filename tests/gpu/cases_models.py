@@ -1,4 +1,4 @@
-"""Language models of every variant, Vision Transformers, and what certificates are compared with."""
+"""Language models of every variant, classifiers, and what certificates are compared with."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ import lipformer as lf
 from lipformer.models import (
     DotProductAttention,
     DotProductSelfAttention,
+    EncoderClassifier,
+    EncoderClassifierConfig,
     LanguageModel,
     LanguageModelConfig,
     UntiedL2Attention,
     VisionTransformer,
     VisionTransformerConfig,
 )
-from tests.gpu.case import DRAWN, EVERYWHERE, Case, by_name, new
+from tests.gpu.case import DRAWN, EVERYWHERE, Case, by_name, new, padding, tokens
 from tests.gpu.cases_flows import seeded
 from tests.gpu.cases_layers import attention
 from tests.models import variants
@@ -29,6 +31,11 @@ from tests.models import variants
 def text() -> Tensor:
     """Symbols (B, N)."""
     return torch.randint(len(variants.VOCABULARY), (2, 8))
+
+
+def mask() -> Tensor:
+    """Padding of text, (B, N)."""
+    return padding(2, 8)
 
 
 def image() -> Tensor:
@@ -90,6 +97,14 @@ def radius(model: VisionTransformer, images: Tensor) -> Any:
     return found, accuracy, lf.analysis.is_certified(model, images, labels, 0.1).double()
 
 
+def few(model: EncoderClassifier, symbols: Tensor, hidden: Tensor) -> Tensor:
+    """Certified radii of single tokens, with padding."""
+    model.eval()
+    x, labels = model.embed(symbols), model(symbols, hidden).argmax(-1)
+    options: dict[str, Any] = {"tokens": 1, "key_padding_mask": hidden, "tol": 0.1}
+    return lf.analysis.certified_radius(model, x, labels, theorem_l=False, **options)
+
+
 @functools.cache
 def _language(name: str) -> Any:
     def language_model() -> LanguageModel:
@@ -105,12 +120,22 @@ def vision(variant: str, **options: Any) -> Any:
     )
 
 
+def encoder(variant: str, **options: Any) -> Any:
+    sizes: dict[str, Any] = {"vocab_size": len(variants.VOCABULARY), "dim": 8, "num_layers": 1}
+    return new(EncoderClassifier, EncoderClassifierConfig(variant, 3, **{**sizes, **options}))
+
+
 RESIDUAL = new(lf.Residual, attention(causal=True, positions="alibi", value_proj=False))
 VISION = {
     "l2": vision("l2", num_layers=1),
     "l2 pooled": vision("l2", num_layers=1, pooling="mean", readout=4, mean=(0.5,), std=(0.2,)),
     "l2 orthogonal": vision("l2", num_layers=1, feed_forward_mode="orthogonal"),
     "dot_product": vision("dot_product", num_layers=1, radius=2.0),
+}
+ENCODER = {
+    "l2": encoder("l2", least=4),
+    "l2 keys": encoder("l2", key_radius=1.0, token_shift=False, head_coeff=2.0),
+    "dot_product": encoder("dot_product"),
 }
 MODELS = by_name(
     [
@@ -153,6 +178,10 @@ MODELS = by_name(
         Case(new(DotProductSelfAttention, 8, 2)),
         Case(new(DotProductSelfAttention, 8, 2, logit_coeff=1.0, value_coeff=1.0)),
         *(Case(spec, (image,), says=name) for name, spec in VISION.items()),
+        *(Case(spec, (text, mask), says=name) for name, spec in ENCODER.items()),
+        Case(encoder("l2", vocab_size=None, features=8), (tokens, padding), says="features"),
+        Case(ENCODER["l2"], (text, mask), call=bound, says="bound", trains=False),
+        Case(ENCODER["l2 keys"], (text, mask), call=few, says="few", trains=False),
         *(
             Case(spec, (image,), call=bound, says=f"{n} bound", trains=False)
             for n, spec in VISION.items()

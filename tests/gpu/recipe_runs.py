@@ -30,6 +30,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 import lipformer as lf
+import recipes.classify.__main__ as classify
 import recipes.flows.__main__ as flows
 import recipes.sets.__main__ as sets
 import recipes.vision.__main__ as vision
@@ -39,7 +40,7 @@ from recipes.flows.pictures import inversion_errors
 from tests.gpu.accelerator import lightning
 from tests.gpu.log import ROOT
 from tests.gpu.pretend import NAME, record
-from tests.recipes import test_flows, test_sets, test_vision
+from tests.recipes import test_classify, test_flows, test_sets, test_vision
 from tests.training.tiny import write_corpus
 from training import module, optimisers
 
@@ -64,6 +65,7 @@ NARROW: list[object] = [
 
 # Recipes with a command line of their own, and their sizes.
 SMALL: dict[str, tuple[Callable[[list[str]], int], dict[str, object]]] = {
+    "classify": (classify.main, test_classify.TINY),
     "flows": (flows.main, test_flows.TINY),
     "sets": (sets.main, test_sets.TINY),
     "vision": (vision.main, test_vision.TINY),
@@ -146,6 +148,8 @@ def recipe_commands(
     name = path.stem.partition("_")[0]
     if name in {"mnist", "cifar10"}:
         options += [f"--data.directory={test_vision.write_data(name, folder / 'data')}"]
+    if name == "movies":
+        options += [f"--data.path={test_classify.write_movies(folder / 'data')}"]
     given = ["--config", path, "--out", folder, *options]
     yield main, ["fit", *given]
     for command in ("validate", "test"):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from typing import TypeVar
@@ -38,12 +39,13 @@ from lipformer.layers import (
     ConvexResidual,
     L2MultiheadAttention,
     Residual,
+    TokenMean,
 )
 from lipformer.layers.branch import apart, call_branch
 from lipformer.layers.per_head import divided_part
 from lipformer.layers.residual import same_shape
 from lipformer.layers.scaled import FirstOutput, Scaled
-from lipformer.models import LanguageModel, VisionTransformer
+from lipformer.models import EncoderClassifier, LanguageModel, VisionTransformer
 
 Rule = Callable[[nn.Module, Tensor], "tuple[Tensor, Modulus]"]
 _R = TypeVar("_R", bound=Callable[..., "tuple[Tensor, Modulus]"])
@@ -127,7 +129,8 @@ def perturbation_bound(module: nn.Module, x: Tensor, delta: float | Tensor) -> t
     * dot-product attention by :func:`lofast_bound`, in a residual connection together with it;
     * L2 attention by Theorem L, also divided by its bound (:class:`~lipformer.Contractive`);
     * ``nn.LayerNorm`` by the least deviation of a token from its mean;
-    * projections on a ball by 1, and by the diameter of what they can reach;
+    * projections on a ball by 1, and by the diameter of what they can reach; the mean of n tokens by
+      :math:`1/\sqrt n`;
     * ``nn.Sequential``, residual connections, wrappers and lipformer's models by their parts (a language
       model takes its embedded tokens here);
     * everything else by :func:`lipformer.certify`, whose constant is also used wherever it is smaller.
@@ -183,6 +186,19 @@ def _run(module: nn.Module, x: Tensor) -> Tensor:
         ) from error
 
 
+_theorem_l: ContextVar[bool] = ContextVar("_theorem_l", default=True)
+
+
+@contextmanager
+def without_theorem_l(skipped: bool) -> Iterator[None]:
+    """Bounds of L2 attention are its global constants alone inside, if skipped: far less work."""
+    before = _theorem_l.set(not skipped)
+    try:
+        yield
+    finally:
+        _theorem_l.reset(before)
+
+
 _open: ContextVar[list[tuple[str, Step]] | None] = ContextVar("_open", default=None)
 """The parts, so far, of the module whose rule is running."""
 
@@ -230,6 +246,8 @@ def _constant(module: nn.Module, x: Tensor) -> Certificate:
 def _rule_of(module: nn.Module) -> Rule | None:
     """The rule of a module's class, None if there is none; raises if it may not apply."""
     ask = Ask("l2", kind=kind_of(module))
+    if isinstance(module, L2MultiheadAttention | Contractive) and not _theorem_l.get():
+        return None
     rule = _rules.find(module, ask.refuse)
     if rule is None and isinstance(module, HasAttentionMaps):
         return _attention  # whose maps refuse what they do not know
@@ -290,7 +308,10 @@ def _after_each_other(steps: list[Named], theorem: str, skips: bool = False) -> 
 
 @register_perturbation(VisionTransformer)
 @register_perturbation(LanguageModel)
-def _(module: VisionTransformer | LanguageModel, x: Tensor) -> tuple[Tensor, Modulus]:
+@register_perturbation(EncoderClassifier)
+def _(
+    module: VisionTransformer | LanguageModel | EncoderClassifier, x: Tensor
+) -> tuple[Tensor, Modulus]:
     y, body = _child(module.body, "body", x)
     return y, Named(body, "composition", body.passage)
 
@@ -338,6 +359,13 @@ def _(module: Contractive, x: Tensor) -> tuple[Tensor, Modulus]:
             steps.append(step)
         x = out
     return y, _after_each_other(steps, "Theorem L")
+
+
+@register_perturbation(TokenMean)
+def _(module: TokenMean, x: Tensor) -> tuple[Tensor, Modulus]:
+    r"""Of n tokens: :math:`\sqrt n / \max(n, n_0)`, where the global constant is for any number."""
+    n = x.shape[1]
+    return _run(module, x), Named(_times(math.sqrt(n) / max(n, module.least) * ROUND_UP), f"mean of {n}")
 
 
 @register_perturbation(BallProjection)

@@ -1,23 +1,34 @@
-"""Radii within which no perturbation of an image changes what a classifier says."""
+"""Radii within which no perturbation of an input changes what a classifier says."""
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lipformer.analysis.inputs import check_samples, radii
+from lipformer.analysis.robustness.few_tokens import few_tokens_modulus
 from lipformer.analysis.robustness.lofast import Modulus
-from lipformer.analysis.robustness.perturbation import Step, modulus_of, tokens_for
-from lipformer.certificate import Ask
+from lipformer.analysis.robustness.perturbation import (
+    Step,
+    modulus_of,
+    tokens_for,
+    without_theorem_l,
+)
+from lipformer.certificate import Ask, NotCertifiable
+from lipformer.certificate.bounds import answer
 from lipformer.certificate.rules import check_forward, kind_of, methods_behind, refuse_hooks
-from lipformer.certificate.torch_rules import chain
-from lipformer.functional.rounding import enlarge
+from lipformer.certificate.torch_rules import chain, parts_of
+from lipformer.functional.rounding import ROUND_UP, enlarge
 from lipformer.functional.wide import plain
+from lipformer.layers import frozen
+from lipformer.layers.branch import call_branch
+from lipformer.layers.layout import padding
 from lipformer.layers.scaled import Scaled
 
 _DOUBT = 1e-9
@@ -30,6 +41,9 @@ def certified_radius(
     x: Tensor,
     y: Tensor,
     *,
+    tokens: int | None = None,
+    key_padding_mask: Tensor | None = None,
+    theorem_l: bool = True,
     max_radius: float = 10.0,
     tol: float = 1e-3,
     batch_size: int = 128,
@@ -45,6 +59,11 @@ def certified_radius(
     where :math:`\delta_f` bounds the logits; without a linear last layer only the second is used. The
     bounds grow with :math:`\epsilon`, so that a search finds the largest radius, from below (`_search`).
 
+    With ``tokens=k`` the radius is one of single tokens: the answer stands if at most k of the N tokens
+    move, each by at most :math:`\epsilon`. That is a step of at most :math:`\sqrt{\min(k, N)}\,\epsilon`
+    in the l2 norm and of :math:`\epsilon` in the token norm, and what it leaves on the changed tokens
+    alone counts less in a mean (:mod:`lipformer.analysis.robustness.few_tokens`); the best bound counts.
+
     The model is copied to float64 and the certificate is one for exact arithmetic with the weights that
     it multiplies by in its own dtype, as that of :func:`lipformer.certify`; margins must exceed their
     bound by 1e-9 of the largest logit, far more than the rounding of a forward pass in float64. A
@@ -56,8 +75,15 @@ def certified_radius(
             mode or without dropout. Its last module should be a linear layer, or one times a number.
             Dot-product attention is ``lipformer.models.DotProductSelfAttention`` there, by itself or in
             ``lf.Residual``, ``lf.ConvexResidual``; ``nn.TransformerEncoder`` is not followed.
-        x: images, (B, *), or whatever the model takes; the radius is in their l2 norm.
+        x: images, (B, *), or whatever the model takes; the radius is in their l2 norm. Of a model of
+            symbols their embedding, ``model.embed(tokens)``.
         y: labels, (B,), integers.
+        tokens: k; default None, for all of x together.
+        key_padding_mask: (B, N), True at padded tokens, which stand behind the others and count for
+            nothing. A sample is certified without them, which must give what the model gives with the
+            mask.
+        theorem_l: bound L2 attention around each sample (Theorem L), not only by its global constant:
+            larger radii, in a time that grows with the third power of the tokens.
         max_radius: where the search ends; larger radii are returned as this.
         tol: how far the radius may be below the largest that these bounds certify.
         batch_size: images at a time, which limits memory.
@@ -79,15 +105,22 @@ def certified_radius(
         raise ValueError(
             f"max_radius must be positive and finite, tol positive, got {max_radius} and {tol}"
         )
-    found = []
-    for test, _ in _tests(model, x, y, batch_size):
-        found.append(_search(test, max_radius, tol))
-    return torch.cat(found) if found else x.new_zeros(0, dtype=torch.float64)
+    found = torch.zeros(len(x), dtype=torch.float64, device=x.device)
+    for test, index in _tests(model, x, y, batch_size, tokens, key_padding_mask, theorem_l):
+        found[index] = _search(test, max_radius, tol)
+    return found
 
 
 @torch.no_grad()
 def is_certified(
-    model: nn.Module, x: Tensor, y: Tensor, eps: float | Tensor, *, batch_size: int = 128
+    model: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    eps: float | Tensor,
+    *,
+    tokens: int | None = None,
+    key_padding_mask: Tensor | None = None,
+    batch_size: int = 128,
 ) -> Tensor:
     """Whether the model's answer is certified to be the label within eps, (B,) bool.
 
@@ -95,20 +128,28 @@ def is_certified(
         model: as for :func:`certified_radius`.
         x: images, (B, *).
         y: labels, (B,).
-        eps: l2 radius, a number or (B,).
+        eps: l2 radius, or that of single tokens; a number or (B,).
+        tokens: as for :func:`certified_radius`.
+        key_padding_mask: likewise.
         batch_size: images at a time.
     """
     radius = radii(eps, x.shape[:1], x.device, "eps")
-    found: list[Tensor] = []
-    for test, part in _tests(model, x, y, batch_size):
-        first = sum(map(len, found))
-        found.append(test.slack(radius[first : first + len(part)]) > 0)
-    return torch.cat(found) if found else x.new_zeros(0, dtype=torch.bool)
+    found = torch.zeros(len(x), dtype=torch.bool, device=x.device)
+    for test, index in _tests(model, x, y, batch_size, tokens, key_padding_mask):
+        found[index] = test.slack(radius[index]) > 0
+    return found
 
 
 @torch.no_grad()
 def certified_accuracy(
-    model: nn.Module, x: Tensor, y: Tensor, eps: Sequence[float], *, batch_size: int = 128
+    model: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    eps: Sequence[float],
+    *,
+    tokens: int | None = None,
+    key_padding_mask: Tensor | None = None,
+    batch_size: int = 128,
 ) -> list[float]:
     """The share of images whose label is certified within each radius; at 0 the clean accuracy.
 
@@ -116,7 +157,9 @@ def certified_accuracy(
         model: as for :func:`certified_radius`.
         x: images, (B, *), at least one.
         y: labels, (B,).
-        eps: l2 radii.
+        eps: l2 radii, or those of single tokens.
+        tokens: as for :func:`certified_radius`.
+        key_padding_mask: likewise.
         batch_size: images at a time.
 
     Returns:
@@ -124,9 +167,9 @@ def certified_accuracy(
     """
     levels = [radii(level, x.shape[:1], x.device, "eps") for level in eps]
     totals = [0] * len(levels)
-    for test, part in _tests(model, x, y, batch_size):
+    for test, index in _tests(model, x, y, batch_size, tokens, key_padding_mask):
         for i, level in enumerate(levels):
-            totals[i] += int((test.slack(level[: len(part)]) > 0).sum())
+            totals[i] += int((test.slack(level[index]) > 0).sum())
     return [total / len(x) for total in totals]
 
 
@@ -177,12 +220,25 @@ def _search(test: _Test, most: float, tol: float) -> Tensor:
     return low
 
 
-def _tests(model: nn.Module, x: Tensor, y: Tensor, batch_size: int) -> Iterator[tuple[_Test, Tensor]]:
-    """For each batch the test of radii, and its labels."""
+def _tests(
+    model: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    batch_size: int,
+    tokens: int | None,
+    key_padding_mask: Tensor | None,
+    theorem_l: bool = True,
+) -> Iterator[tuple[_Test, Tensor]]:
+    """For each batch the test of radii, and the numbers of its samples."""
     check_samples(x)
     if y.shape != x.shape[:1] or y.is_floating_point() or y.dtype == torch.bool:
         raise ValueError(
             f"y must be integer labels of shape ({len(x)},), got {y.dtype} {tuple(y.shape)}"
+        )
+    if tokens is not None and (x.ndim != 3 or isinstance(tokens, bool) or tokens < 1):
+        raise ValueError(
+            f"tokens must be an integer >= 1, for x of shape (B, N, D), got {tokens!r} and "
+            f"{tuple(x.shape)}"
         )
     if len(x) == 0:
         return
@@ -190,13 +246,67 @@ def _tests(model: nn.Module, x: Tensor, y: Tensor, batch_size: int) -> Iterator[
     *body, head = parts.values()
     weight = _head_weight(head)
     hidden_part = nn.Sequential(OrderedDict(list(parts.items())[:-1]))
-    for some, part in zip(x.split(batch_size), y.split(batch_size), strict=True):
-        tokens = tokens_for(model, some)
-        hidden, moved = modulus_of(hidden_part, tokens) if body else (tokens, torch.clone)
-        logits, spread = modulus_of(head, hidden)
-        if logits.ndim != 2:
-            raise ValueError(f"the model must give logits (B, K), got shape {tuple(logits.shape)}")
-        yield _test(plain(logits), part.long(), moved, spread, weight), part
+    for group, count in _groups(x, key_padding_mask):
+        for index in group.split(batch_size):
+            some = x[index] if count is None else x[index, :count]
+            at = tokens_for(model, some)
+            moved: Modulus
+            with without_theorem_l(not theorem_l):
+                hidden, moved = modulus_of(hidden_part, at) if body else (at, torch.clone)
+                logits, spread = modulus_of(head, hidden)
+            if logits.ndim != 2:
+                raise ValueError(f"the model must give logits (B, K), got shape {tuple(logits.shape)}")
+            if count is not None:
+                assert key_padding_mask is not None
+                _check_padding(model, x[index], key_padding_mask[index], plain(logits))
+            if isinstance(moved, Step) and tokens is not None:
+                moved = _of_tokens(hidden_part, some, plain(hidden), moved, tokens)
+            yield _test(plain(logits), y[index].long(), moved, spread, weight), index
+
+
+def _groups(x: Tensor, key_padding_mask: Tensor | None) -> Iterator[tuple[Tensor, int | None]]:
+    """Numbers of samples that have equally many tokens, and how many; None without a mask."""
+    every = torch.arange(len(x), device=x.device)
+    if key_padding_mask is None:
+        yield every, None
+        return
+    if x.ndim != 3:
+        raise ValueError(f"key_padding_mask is for x of shape (B, N, D), got {tuple(x.shape)}")
+    hidden = padding(key_padding_mask, x)
+    assert hidden is not None
+    counts = (~hidden).sum(1)
+    behind = torch.arange(x.shape[1], device=x.device) >= counts[:, None]
+    if not torch.equal(hidden, behind) or not bool((counts > 0).all()):
+        raise ValueError(
+            "key_padding_mask must leave at least one token of each sample and hide what stands behind "
+            f"its tokens; got {hidden.tolist()}"
+        )
+    for count in counts.unique().tolist():
+        yield every[counts == count], count
+
+
+def _check_padding(model: nn.Module, x: Tensor, mask: Tensor, logits: Tensor) -> None:
+    """ValueError unless the model with its mask gives the logits (B, K) of the tokens alone."""
+    with frozen(model):  # weights that it derives are then those of its parts alone, to the last bit
+        with_mask = plain(call_branch(model, tokens_for(model, x), mask))
+    if not torch.allclose(with_mask, logits, rtol=0.0, atol=_DOUBT * float(logits.abs().max())):
+        raise ValueError(
+            f"{type(model).__name__} gives something else with key_padding_mask than without the padded "
+            "tokens: some part of it needs the mask and does not take it"
+        )
+
+
+def _of_tokens(module: nn.Sequential, x: Tensor, hidden: Tensor, moved: Step, tokens: int) -> Modulus:
+    """The modulus of hidden vectors (B, D) for steps of at most k tokens, from that in the l2 norm."""
+    few = few_tokens_modulus(parts_of(module), moved, tokens, x.shape[1])
+    root = math.sqrt(min(tokens, x.shape[1])) * ROUND_UP
+    whole = math.inf
+    if hidden.ndim == 2:  # of one vector the token norm is the Euclidean norm
+        ask = Ask("token", x.shape[1], alone=True, dims=3, padded=False)
+        # Dot products have none in any norm; what the l2 norm gives is as certain.
+        with suppress(NotCertifiable):
+            whole = answer(module, ask).bound
+    return lambda eps: torch.minimum(moved(root * eps), few(eps)).clamp_max(whole * eps * ROUND_UP)
 
 
 def _test(logits: Tensor, y: Tensor, moved: Modulus, spread: Modulus, weight: Tensor | None) -> _Test:
