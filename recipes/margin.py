@@ -36,7 +36,43 @@ def add_margin(logits: Tensor, labels: Tensor, weight: Tensor, reach: float | Te
     return logits + margin.scatter(1, labels[:, None], 0.0)
 
 
-class MarginModule(L.LightningModule):
+class OneCycleModule(L.LightningModule):
+    """A model that is trained by one cycle of the learning rate, which a checkpoint finishes.
+
+    Args:
+        model: what is trained.
+        lr: largest learning rate of one cycle.
+        weight_decay: of linear weights.
+    """
+
+    def __init__(self, model: nn.Module, lr: float, weight_decay: float = 0.0) -> None:
+        super().__init__()
+        self.model = model
+        self.lr, self.weight_decay = lr, weight_decay
+
+    def on_train_start(self) -> None:
+        """Refuses to go on past the end of the plan that a checkpoint brought with it."""
+        rate = self.lr_schedulers()
+        assert isinstance(rate, torch.optim.lr_scheduler.OneCycleLR)
+        asked = int(self.trainer.estimated_stepping_batches)
+        if asked > rate.total_steps:
+            raise BadInput(
+                f"--ckpt_path: that run was planned for {rate.total_steps} steps, after which its "
+                f"learning rate is zero, got {asked} steps. A checkpoint finishes an interrupted run: "
+                f"give --trainer.max_steps {rate.total_steps}, or begin a longer run without it"
+            )
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """AdamW with a rise and a cosine fall of the learning rate."""
+        optimiser = adamw(self.model, self.lr, self.weight_decay, (0.9, 0.99))
+        steps = int(self.trainer.estimated_stepping_batches)
+        # A tenth of the run; in very short ones more, since a rise of one step divides by zero in torch.
+        rise = min(0.9, max(0.1, 1.5 / steps))
+        rate = torch.optim.lr_scheduler.OneCycleLR(optimiser, self.lr, total_steps=steps, pct_start=rise)
+        return {"optimizer": optimiser, "lr_scheduler": {"scheduler": rate, "interval": "step"}}
+
+
+class MarginModule(OneCycleModule):
     r"""A classifier, trained by cross-entropy on logits with a margin (:func:`add_margin`).
 
     The reach is eps times the gain from input to features. It rises from zero over the first half of the
@@ -61,10 +97,8 @@ class MarginModule(L.LightningModule):
         lr: float,
         weight_decay: float = 0.0,
     ) -> None:
-        super().__init__()
-        self.model = model
+        super().__init__(model, lr, weight_decay)
         self.eps, self.logit_scale = eps, logit_scale
-        self.lr, self.weight_decay = lr, weight_decay
         self.gain = 0.0
 
     @property
@@ -79,18 +113,6 @@ class MarginModule(L.LightningModule):
     def forward(self, x: Tensor) -> Tensor:
         """Logits."""
         return self.model(x)
-
-    def on_train_start(self) -> None:
-        """Refuses to go on past the end of the plan that a checkpoint brought with it."""
-        rate = self.lr_schedulers()
-        assert isinstance(rate, torch.optim.lr_scheduler.OneCycleLR)
-        asked = int(self.trainer.estimated_stepping_batches)
-        if asked > rate.total_steps:
-            raise BadInput(
-                f"--ckpt_path: that run was planned for {rate.total_steps} steps, after which its "
-                f"learning rate is zero, got {asked} steps. A checkpoint finishes an interrupted run: "
-                f"give --trainer.max_steps {rate.total_steps}, or begin a longer run without it"
-            )
 
     def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
         """Measures the gain, once."""
@@ -125,12 +147,3 @@ class MarginModule(L.LightningModule):
         for name, found in (("accuracy", logits), ("margin_accuracy", shifted)):
             right = (logit_margin(found, labels) > 0).float().mean()
             self.log(f"{stage}/{name}", right, prog_bar=True, batch_size=len(batch[0]), sync_dist=True)
-
-    def configure_optimizers(self) -> OptimizerLRScheduler:
-        """AdamW with a rise and a cosine fall of the learning rate."""
-        optimiser = adamw(self.model, self.lr, self.weight_decay, (0.9, 0.99))
-        steps = int(self.trainer.estimated_stepping_batches)
-        # A tenth of the run; in very short ones more, since a rise of one step divides by zero in torch.
-        rise = min(0.9, max(0.1, 1.5 / steps))
-        rate = torch.optim.lr_scheduler.OneCycleLR(optimiser, self.lr, total_steps=steps, pct_start=rise)
-        return {"optimizer": optimiser, "lr_scheduler": {"scheduler": rate, "interval": "step"}}

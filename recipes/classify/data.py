@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ import torch
 from jsonargparse.typing import PositiveInt
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 
 from training import corpus
 from training.batches import for_gpu
@@ -111,6 +111,30 @@ def load_tokenizer(name: str) -> Any:
         ) from error
 
 
+class ByLength(Sampler[list[int]]):
+    """Batches of texts of about one length, in random order: few tokens are padding.
+
+    Texts in random order are sorted in parts of 50 batches, so that batches differ from epoch to epoch.
+    """
+
+    def __init__(self, lengths: Sequence[int], batch_size: int) -> None:
+        self.lengths, self.batch_size = lengths, batch_size
+
+    def __len__(self) -> int:
+        return len(self.lengths) // self.batch_size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        with torch.device("cpu"):
+            order = torch.randperm(len(self.lengths))[: len(self) * self.batch_size]
+            parts = [
+                sorted(part.tolist(), key=self.lengths.__getitem__)
+                for part in order.split(50 * self.batch_size)
+            ]
+            batches = torch.tensor([i for part in parts for i in part]).split(self.batch_size)
+            for i in torch.randperm(len(batches)).tolist():
+                yield batches[i].tolist()
+
+
 class TextData(L.LightningDataModule):
     """Texts to train on, to follow the training by, and to judge by.
 
@@ -131,6 +155,7 @@ class TextData(L.LightningDataModule):
         min_count: how often a word must come in the training texts to be known.
         max_len: tokens of a text; what is longer is cut.
         batch_size: texts of a batch.
+        by_length: put texts of about one length into a training batch, which then has less padding.
         train_texts: use only so many training texts.
         test_texts: judge by the first so many test texts.
 
@@ -152,13 +177,14 @@ class TextData(L.LightningDataModule):
         min_count: PositiveInt = 2,
         max_len: PositiveInt = 64,
         batch_size: PositiveInt = 64,
+        by_length: bool = False,
         train_texts: PositiveInt | None = None,
         test_texts: PositiveInt | None = None,
     ) -> None:
         super().__init__()
         self.path, self.config, self.text, self.label = path, config, text, label
         self.tokenizer_name, self.most, self.min_count = tokenizer, vocab_size, min_count
-        self.max_len, self.batch_size = max_len, batch_size
+        self.max_len, self.batch_size, self.by_length = max_len, batch_size, by_length
         self.train_texts, self.test_texts = train_texts, test_texts
 
     def prepare_data(self) -> None:
@@ -259,14 +285,17 @@ class TextData(L.LightningDataModule):
             padding = torch.arange(filled.shape[1]) >= lengths[:, None]
             return TextBatch(filled, torch.tensor(labels), padding)
 
-    def _batches(self, part: str, **options: Any) -> DataLoader[Any]:
+    def _batches(self, part: str, train: bool = False) -> DataLoader[Any]:
         rows: Any = list(zip(self.codes[part], self.parts[part].labels, strict=True))
         size = min(self.batch_size, len(rows))
-        return DataLoader(rows, size, collate_fn=self.collate, pin_memory=for_gpu(self), **options)
+        options: dict[str, Any] = {"batch_size": size, "shuffle": train, "drop_last": train}
+        if train and self.by_length:
+            options = {"batch_sampler": ByLength([len(text) for text, _ in rows], size)}
+        return DataLoader(rows, collate_fn=self.collate, pin_memory=for_gpu(self), **options)
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Batches in random order."""
-        return self._batches("train", shuffle=True, drop_last=True)
+        return self._batches("train", train=True)
 
     def val_dataloader(self) -> DataLoader[Any]:
         """The texts to follow the training by."""

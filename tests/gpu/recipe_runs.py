@@ -31,6 +31,7 @@ from torch import Tensor
 
 import lipformer as lf
 import recipes.classify.__main__ as classify
+import recipes.classify.pretrained as pretrained
 import recipes.flows.__main__ as flows
 import recipes.sets.__main__ as sets
 import recipes.vision.__main__ as vision
@@ -40,7 +41,7 @@ from recipes.flows.pictures import inversion_errors
 from tests.gpu.accelerator import lightning
 from tests.gpu.log import ROOT
 from tests.gpu.pretend import NAME, record
-from tests.recipes import test_classify, test_flows, test_sets, test_vision
+from tests.recipes import test_classify, test_flows, test_pretrained, test_sets, test_vision
 from tests.training.tiny import write_corpus
 from training import module, optimisers
 
@@ -63,10 +64,11 @@ NARROW: list[object] = [
     1,
 ]
 
-# Recipes with a command line of their own, and their sizes.
+# Recipes with a command line of their own, by folder or file, and their sizes.
 SMALL: dict[str, tuple[Callable[[list[str]], int], dict[str, object]]] = {
     "classify": (classify.main, test_classify.TINY),
     "flows": (flows.main, test_flows.TINY),
+    "pretrained": (pretrained.main, test_pretrained.TINY),
     "sets": (sets.main, test_sets.TINY),
     "vision": (vision.main, test_vision.TINY),
 }
@@ -109,7 +111,7 @@ def watched(run: Run) -> Iterator[None]:
 
 def commands(path: Path, folder: Path) -> Iterator[tuple[Callable[[list[str]], int], list[object]]]:
     """The command lines of a file, in the order of their use."""
-    if path.parent.name in SMALL:
+    if path.stem in SMALL or path.parent.name in SMALL:
         yield from recipe_commands(path, folder)
         return
     corpus = write_corpus(folder / "corpus", lines=24)
@@ -138,7 +140,7 @@ def recipe_commands(
     path: Path, folder: Path
 ) -> Iterator[tuple[Callable[[list[str]], int], list[object]]]:
     """The command lines of recipes with one of their own."""
-    main, sizes = SMALL[path.parent.name]
+    main, sizes = SMALL[path.stem if path.stem in SMALL else path.parent.name]
     steps = {"max_steps": STEPS, "log_every_n_steps": LOGGED, "val_check_interval": STEPS}
     own = {**sizes, **{f"trainer.{name}": value for name, value in steps.items()}}
     own.update({"trainer.accelerator": "auto", "trainer.enable_progress_bar": True})
@@ -150,6 +152,8 @@ def recipe_commands(
         options += [f"--data.directory={test_vision.write_data(name, folder / 'data')}"]
     if name == "movies":
         options += [f"--data.path={test_classify.write_movies(folder / 'data')}"]
+    if name == "pretrained":
+        options += [f"--model.pretrained={test_pretrained.write_encoder(folder / 'encoder')}"]
     given = ["--config", path, "--out", folder, *options]
     yield main, ["fit", *given]
     for command in ("validate", "test"):

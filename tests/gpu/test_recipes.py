@@ -22,6 +22,7 @@ QUICK = [
     "recipes/sets/ball.yaml:fit",
     "recipes/classify/opinions_l2.yaml:fit",
     "recipes/flows/moons.yaml:fit",
+    "recipes/classify/pretrained.yaml:fit",
     "recipes/ptb/l2.yaml:float16",
     "recipes/ptb/l2.yaml:offering",
 ]

@@ -69,10 +69,14 @@ def test_both_stages_come_nearer(kind: str) -> None:
     assert first.losses == ()
     now = dict(model.named_parameters())
     assert all(now[name].equal(p) for name, p in rest.items())  # attention alone
+    tables = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
+    embedded = [weight.clone() for weight in tables]
     second = lf.distill_attention(model, original, given, steps=(0, 30), lr=(0.0, 1e-2))
     assert sum(second.losses[-3:]) < 0.7 * sum(second.losses[:3])
     assert str(first).startswith("layer")
     assert "end to end, loss over 30 steps" in str(second)
+    assert all(weight.equal(first) for weight, first in zip(tables, embedded, strict=True))
+    assert all(weight.requires_grad and weight.grad is None for weight in tables)
     # The original is as it was, and no hooks are left.
     assert all(p.equal(before[name]) for name, p in original.state_dict().items())
     assert model.training

@@ -41,6 +41,21 @@ def sizes(data: TextData) -> dict[str, int]:
     return {name: len(part.texts) for name, part in data.parts.items()}
 
 
+def test_texts_of_one_length_go_together() -> None:
+    """Each at most once in an epoch, and in other batches in the next."""
+    data = TextData(batch_size=8, by_length=True, train_texts=804)
+    loader = data.train_dataloader()
+    assert len(loader) == 100
+    epochs = [[batch.tokens.flatten(1) for batch in loader] for _ in range(2)]
+    assert [len(batch) for batch in epochs[0]] == [8] * 100
+    assert any(not torch.equal(a, b) for a, b in zip(*epochs, strict=True))
+    drawn = sorted(i for batch in loader.batch_sampler for i in batch)  # type: ignore[union-attr]
+    assert len(set(drawn)) == 800
+    plain = TextData(batch_size=8, train_texts=804).train_dataloader()
+    padded = [sum(int(batch.padding.sum()) for batch in batches) for batches in (loader, plain)]
+    assert padded[0] < 0.2 * padded[1]
+
+
 @pytest.mark.parametrize("kind", ["csv", "json", "jsonl", "parquet"])
 def test_a_table_is_read_and_split_once_and_for_all(kind: str, tmp_path: Path) -> None:
     path = str(write(tmp_path / f"table.{kind}", rows(50)))

@@ -63,10 +63,10 @@ def distill_attention(
 
     First layer by layer: each converted attention gets the inputs of the original's and learns its
     outputs, :math:`\|F(X) - A(X)\|^2 / \|A(X)\|^2`; only attention changes. Then end to end: all
-    parameters that require gradients learn the original's inputs of every attention layer and its
-    output, by the same relative error, and the direction of the mean output of each sequence. Padded
-    tokens do not count. Both models run in eval mode; Adam, with a warm-up and a cosine to zero in
-    each stage.
+    parameters that require gradients, except embeddings, learn the original's inputs of every
+    attention layer and its output, by the same relative error, and the direction of the mean output of
+    each sequence. Padded tokens do not count. Both models run in eval mode; Adam, with a warm-up and a
+    cosine to zero in each stage.
 
     Args:
         model: from :func:`convert_attention`; changed in place.
@@ -93,13 +93,20 @@ def distill_attention(
         raise ValueError(f"steps must be two integers >= 0, one for each stage, got {steps!r}")
     pairs = _pairs(model, original)
     modes = [(part, part.training) for whole in (model, original) for part in whole.modules()]
+    # They come before attention and are right already; large as they are, they would slow down Adam.
+    tables = [part.weight for part in model.modules() if isinstance(part, nn.Embedding)]
+    learnt = [(weight, weight.requires_grad) for weight in tables]
     try:
         model.eval(), original.eval()
+        for weight in tables:
+            weight.requires_grad_(False)
         errors = _fit_layers(pairs, original, _repeated(batches), steps[0], lr[0])
         losses = _fit_whole(model, original, [*pairs.values()], _repeated(batches), steps[1], lr[1])
     finally:
         for part, mode in modes:
             part.training = mode
+        for weight, mode in learnt:
+            weight.requires_grad_(mode)
     return Distillation(errors, losses)
 
 
