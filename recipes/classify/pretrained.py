@@ -32,7 +32,7 @@ from training.errors import BadInput, first_line
 
 TRAINER = {
     "max_epochs": -1,
-    "max_steps": 300,
+    "max_steps": 200,
     "val_check_interval": 50,
     "enable_model_summary": False,
 }
@@ -113,8 +113,8 @@ class PretrainedModule(OneCycleModule):
         pretrained: str,
         num_classes: int = 2,
         convert: bool = True,
-        distill_steps: tuple[int, int] = (100, 300),
-        lr: float = 2e-4,
+        distill_steps: tuple[int, int] = (100, 1000),
+        lr: float = 1e-4,
         weight_decay: float = 0.01,
     ) -> None:
         super().__init__(load_classifier(pretrained, num_classes, convert).train(), lr, weight_decay)

@@ -65,8 +65,8 @@ def distill_attention(
     outputs, :math:`\|F(X) - A(X)\|^2 / \|A(X)\|^2`; only attention changes. Then end to end: all
     parameters that require gradients, except embeddings, learn the original's inputs of every
     attention layer and its output, by the same relative error, and the direction of the mean output of
-    each sequence. Padded tokens do not count. Both models run in eval mode; Adam, with a warm-up and a
-    cosine to zero in each stage.
+    each sequence, :math:`5\,(1 - \cos)`. Padded tokens do not count. Both models run in eval mode; Adam,
+    with a warm-up and a cosine to zero in each stage.
 
     Args:
         model: from :func:`convert_attention`; changed in place.
@@ -183,12 +183,15 @@ def _fit_whole(
             along = 1 if pairs[0].attention.batch_first else 0
             weight = out.new_ones(out.shape[:2]) if valid is None else valid
             a, b = ((weight.unsqueeze(-1) * part).sum(along) for part in (out, target))
-            loss = loss + (1.0 - F.cosine_similarity(a, b, dim=-1)).mean()
+            loss = loss + _DIRECTION * (1.0 - F.cosine_similarity(a, b, dim=-1)).mean()
         _step(loss, adam, schedule)
         losses.append(loss.detach())
     return tuple(torch.stack(losses).tolist()) if losses else ()
 
 
+# What the direction of a mean output counts beside relative errors. Of MiniLM, after 120 steps: mean cosine
+# 0.807 with 1, 0.820 with 5 and 0.820 with 20.
+_DIRECTION = 5.0
 _CACHES = ("past_key_values", "cache")
 _Call = tuple[tuple[Any, ...], dict[str, Any], Any]
 
