@@ -47,7 +47,8 @@ def check(run: dict[str, Any], codes: dict[str, int]) -> None:
     assert run["error"] == ""
     assert run["codes"] == codes
     assert run["fused"] == ("/flows/" not in run["file"]), "recipes/flows has torch's own Adam"
-    assert run["reads"] == []
+    # transformers looks at a padding mask once, whether it hides anything at all.
+    assert len(run["reads"]) <= ("pretrained" in run["file"]), run["reads"]
 
 
 def expected(file: str) -> dict[str, int]:
