@@ -94,8 +94,8 @@ def read(path: str, name: str | None = None, **options: Any) -> datasets.Dataset
     if Path(path).exists():
         # Its cache goes by path and time: what was rewritten in the same moment would not be read.
         options["cache_dir"] = str(Path(datasets.config.HF_DATASETS_CACHE) / _content(Path(path)))
-    if Path(path).is_file():
-        kind = Path(path).suffix.lower()
+    kind = Path(path).suffix.lower()
+    if Path(path).is_file() or kind in TABLES:  # a file that is not there is not asked of the hub
         if kind not in TABLES:
             raise BadInput(f"a table must be one of {', '.join(TABLES)}, got {path!r}")
         options["data_files"], path = path, TABLES[kind]

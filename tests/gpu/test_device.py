@@ -26,9 +26,9 @@ PACKAGES = (layers, flows, models, certificate, functional, analysis, lf)
 # Functions that hold no tensor, register a rule, or need another library.
 ELSEWHERE = {
     "conv_bound", "debug_checks", "lambert_w0", "load_converted", "register_bake", "register_bound",
-    "register_own_token", "register_perturbation", "register_step", "register_token_wise", "row_spread",
-    "supports_causal", "times", "to_freia", "to_normflows", "to_nflows", "to_pyro", "to_zuko",
-    "weighted_sum",
+    "register_l2_attention", "register_own_token", "register_perturbation", "register_step",
+    "register_token_wise", "row_spread", "supports_causal", "times", "to_freia", "to_nflows",
+    "to_normflows", "to_pyro", "to_zuko", "weighted_sum",
 }  # fmt: skip
 
 

@@ -404,8 +404,9 @@ def test_a_residual_weight_beyond_one() -> None:
 
 
 def test_positions_do_not_repeat_a_token() -> None:
-    with pytest.raises(ValueError, match=r"\(B, 4, 2\), got \(1, 1, 2\)"):
-        Positions(4, 2, 0.1)(torch.zeros(1, 1, 2))
+    assert Positions(4, 2, 0.1)(torch.zeros(1, 1, 2)).shape == (1, 1, 2)
+    with pytest.raises(ValueError, match=r"\(B, N <= 4, 2\), got \(1, 5, 2\)"):
+        Positions(4, 2, 0.1)(torch.zeros(1, 5, 2))
 
 
 def test_copies_are_as_faithful() -> None:
