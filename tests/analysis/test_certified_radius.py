@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,6 +17,7 @@ from lipformer.analysis import (
 )
 from lipformer.analysis.robustness import radius as radius_module
 from lipformer.layers.scaled import Scaled
+from lipformer.models import DotProductSelfAttention
 from recipes.analysis.lofast import random_maps
 from tests.analysis.jacobians import Attention
 
@@ -225,6 +229,63 @@ def test_a_mean_of_tokens_has_its_distance_when_few_of_them_move(tokens: int) ->
     exact = distance.nan_to_num(nan=torch.inf).amin(1) * 5 / min(tokens, 5)
     radius = certified_radius(model, x, labels, tokens=tokens, tol=1e-5)
     torch.testing.assert_close(radius, exact.detach(), rtol=0.0, atol=3e-5)
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_a_single_module_takes_steps_of_several_tokens(tokens: int) -> None:
+    """Four tokens that move by eps move their mean by eps, a step of 2 eps in the l2 norm."""
+    x = torch.tensor([1.0, 0.0], dtype=F64).expand(1, 4, 2)
+    radius = certified_radius(nn.Sequential(lf.TokenMean()), x, torch.tensor([0]), tokens=tokens)
+    exact = 4 / tokens / math.sqrt(2.0)
+    assert 0.4 * exact < radius < exact
+
+
+def test_nested_modules_count_like_flat_ones() -> None:
+    attention = lf.L2MultiheadAttention(4, 2, batch_first=True, causal=False, max_len=5)
+    parts = [
+        lf.ConvexResidual(lf.Contractive(attention, norm="l2"), 0.2),
+        lf.ConvexResidual(lf.SpectralLinear(4, 4), 0.5),
+        lf.TokenMean(),
+        nn.Linear(4, 3),
+    ]
+    flat = nn.Sequential(*parts).to(F64)
+    nested = nn.Sequential(nn.Sequential(nn.Sequential(*parts[:2]), parts[2]), parts[3])
+    x = torch.randn(6, 5, 4, dtype=F64)
+    labels = flat(x).argmax(1)
+    options: dict[str, Any] = {"tol": 1e-5, "theorem_l": False}
+    whole = certified_radius(flat, x, labels, **options)
+    for k in (1, 2):
+        radius = certified_radius(flat, x, labels, tokens=k, **options)
+        torch.testing.assert_close(certified_radius(nested, x, labels, tokens=k, **options), radius)
+        assert bool((radius > 1.2 * whole / math.sqrt(k)).all())
+
+
+class FirstToken(nn.Linear):
+    """Of constant 1, as it is registered, and no map of each token alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, :1].expand_as(x) / math.sqrt(x.shape[1])
+
+
+@lf.register_bound(FirstToken)
+def _(module: FirstToken, ask: object) -> float:
+    return 1.0
+
+
+def test_a_subclass_with_a_forward_of_its_own_may_mix_tokens() -> None:
+    model = nn.Sequential(FirstToken(2, 2), lf.TokenMean(), nn.Linear(2, 2, bias=False)).to(F64)
+    nn.init.eye_(model[2].weight)
+    x = torch.tensor([1.0, 0.0], dtype=F64).expand(1, 4, 2)
+    radius = certified_radius(model, x, torch.tensor([0]), tokens=1)
+    assert 0.4 < radius < 1.0 / math.sqrt(2.0)
+
+
+def test_dot_products_are_right_at_radius_zero() -> None:
+    """They have no constant in the token norm, and an infinite one times zero is not a number."""
+    model = nn.Sequential(lf.Residual(DotProductSelfAttention(4, 2)), lf.TokenMean(), nn.Linear(4, 3))
+    x = torch.randn(6, 5, 4)
+    labels = model(x).argmax(1)
+    assert certified_accuracy(model, x, labels, [0.0, 1e6], tokens=1) == [1.0, 0.0]
 
 
 def test_the_tokens_of_a_mean_are_those_that_reach_it() -> None:

@@ -113,7 +113,7 @@ class Step(Named):
         found = torch.full_like(delta, torch.inf) if self.local is None else super().__call__(delta)
         nearer = torch.ones_like(delta, dtype=torch.bool)
         if self.whole is not None:
-            constant = _times(self.whole.bound)(delta)
+            constant = times(self.whole.bound)(delta)
             nearer, found = found < constant, torch.minimum(found, constant)
         self.seen = delta, found, nearer
         return found
@@ -190,9 +190,9 @@ _theorem_l: ContextVar[bool] = ContextVar("_theorem_l", default=True)
 
 
 @contextmanager
-def without_theorem_l(skipped: bool) -> Iterator[None]:
-    """Bounds of L2 attention are its global constants alone inside, if skipped: far less work."""
-    before = _theorem_l.set(not skipped)
+def theorem_l_is(used: bool) -> Iterator[None]:
+    """Where it is not used, L2 attention is bounded by its global constants alone: far less work."""
+    before = _theorem_l.set(used)
     try:
         yield
     finally:
@@ -263,7 +263,8 @@ def _ask(x: Tensor) -> Ask:
     return Ask("l2", x.shape[1] if x.ndim == 3 else None, alone=True, dims=x.ndim, padded=False)
 
 
-def _times(constant: float) -> Modulus:
+def times(constant: float) -> Modulus:
+    """The modulus of a map with a Lipschitz constant, rounded up."""
     # Never zero where nothing is: a later factor may be as large as this one is small.
     floor = FLOOR if constant > 0 else 0.0
     return lambda delta: torch.where(delta > 0, (constant * delta * ROUND_UP).clamp_min(floor), delta)
@@ -330,8 +331,8 @@ def _(module: Scaled, x: Tensor) -> tuple[Tensor, Modulus]:
 
 def _scaled(inner: Named, factor: Tensor, theorem: str) -> Named:
     size = factor.detach().double().abs().amax() * ROUND_UP**2
-    times = _times(float(size))
-    return Named(lambda delta: times(inner(delta)), theorem, then_scaled(inner.passage, size))
+    outer = times(float(size))
+    return Named(lambda delta: outer(inner(delta)), theorem, then_scaled(inner.passage, size))
 
 
 @register_perturbation(L2MultiheadAttention)
@@ -365,7 +366,7 @@ def _(module: Contractive, x: Tensor) -> tuple[Tensor, Modulus]:
 def _(module: TokenMean, x: Tensor) -> tuple[Tensor, Modulus]:
     r"""Of n tokens: :math:`\sqrt n / \max(n, n_0)`, where the global constant is for any number."""
     n = x.shape[1]
-    return _run(module, x), Named(_times(math.sqrt(n) / max(n, module.least) * ROUND_UP), f"mean of {n}")
+    return _run(module, x), Named(times(math.sqrt(n) / max(n, module.least) * ROUND_UP), f"mean of {n}")
 
 
 @register_perturbation(BallProjection)

@@ -17,8 +17,9 @@ from lipformer.analysis.robustness.lofast import Modulus
 from lipformer.analysis.robustness.perturbation import (
     Step,
     modulus_of,
+    theorem_l_is,
+    times,
     tokens_for,
-    without_theorem_l,
 )
 from lipformer.certificate import Ask, NotCertifiable
 from lipformer.certificate.bounds import answer
@@ -243,24 +244,24 @@ def _tests(
     if len(x) == 0:
         return
     parts = _parts(model, x)
-    *body, head = parts.values()
+    _, head = parts.popitem()
     weight = _head_weight(head)
-    hidden_part = nn.Sequential(OrderedDict(list(parts.items())[:-1]))
+    hidden_part = nn.Sequential(OrderedDict(parts))
     for group, count in _groups(x, key_padding_mask):
         for index in group.split(batch_size):
             some = x[index] if count is None else x[index, :count]
             at = tokens_for(model, some)
-            moved: Modulus
-            with without_theorem_l(not theorem_l):
-                hidden, moved = modulus_of(hidden_part, at) if body else (at, torch.clone)
+            with theorem_l_is(theorem_l):
+                hidden, step = modulus_of(hidden_part, at)
                 logits, spread = modulus_of(head, hidden)
             if logits.ndim != 2:
                 raise ValueError(f"the model must give logits (B, K), got shape {tuple(logits.shape)}")
             if count is not None:
                 assert key_padding_mask is not None
                 _check_padding(model, x[index], key_padding_mask[index], plain(logits))
-            if isinstance(moved, Step) and tokens is not None:
-                moved = _of_tokens(hidden_part, some, plain(hidden), moved, tokens)
+            moved: Modulus = step
+            if tokens is not None:
+                moved = _of_tokens(hidden_part, some, plain(hidden), step, tokens)
             yield _test(plain(logits), y[index].long(), moved, spread, weight), index
 
 
@@ -298,15 +299,15 @@ def _check_padding(model: nn.Module, x: Tensor, mask: Tensor, logits: Tensor) ->
 
 def _of_tokens(module: nn.Sequential, x: Tensor, hidden: Tensor, moved: Step, tokens: int) -> Modulus:
     """The modulus of hidden vectors (B, D) for steps of at most k tokens, from that in the l2 norm."""
-    few = few_tokens_modulus(parts_of(module), moved, tokens, x.shape[1])
+    few = few_tokens_modulus(module, moved, tokens, x.shape[1])
     root = math.sqrt(min(tokens, x.shape[1])) * ROUND_UP
-    whole = math.inf
+    whole = times(math.inf)
     if hidden.ndim == 2:  # of one vector the token norm is the Euclidean norm
         ask = Ask("token", x.shape[1], alone=True, dims=3, padded=False)
         # Dot products have none in any norm; what the l2 norm gives is as certain.
         with suppress(NotCertifiable):
-            whole = answer(module, ask).bound
-    return lambda eps: torch.minimum(moved(root * eps), few(eps)).clamp_max(whole * eps * ROUND_UP)
+            whole = times(answer(module, ask).bound)
+    return lambda eps: torch.stack([moved(root * eps), few(eps), whole(eps)]).amin(0)
 
 
 def _test(logits: Tensor, y: Tensor, moved: Modulus, spread: Modulus, weight: Tensor | None) -> _Test:
@@ -348,7 +349,7 @@ def _parts(model: nn.Module, image: Tensor) -> dict[str, nn.Module]:
     check_forward(body, nn.Sequential, relied, Ask("l2", kind=kind_of(body)).refuse, "parts")
     if body is not model and not _only_calls(model, body, image):
         raise ValueError(f"{type(model).__name__} computes something else than its body")
-    parts = {name: child for name, child in body._modules.items() if child is not None}
+    parts = parts_of(body)
     # The head may be the last module of a Sequential that is itself the last.
     name, last = parts.popitem()
     for i, leaf in enumerate(chain(last, Ask("l2"))):
