@@ -12,7 +12,6 @@ from lipformer.layers import (
     Contractive,
     ConvexResidual,
     FeedForward,
-    L2MultiheadAttention,
     Residual,
     SpectralLinear,
     TokenMean,
@@ -21,7 +20,7 @@ from lipformer.layers import (
 from lipformer.layers.branch import call_branch
 from lipformer.models.encoder_config import EncoderClassifierConfig
 from lipformer.models.saved_model import SavedModel
-from lipformer.models.self_attention import DotProductSelfAttention
+from lipformer.models.self_attention import DotProductSelfAttention, l2_self_attention
 from lipformer.models.vision_transformer import Positions
 
 
@@ -142,17 +141,7 @@ def _certified_block(config: EncoderClassifierConfig) -> tuple[nn.Module, nn.Mod
     assert config.hidden is not None
     assert config.attention_weight is not None
     assert config.feed_forward_weight is not None
-    attention = L2MultiheadAttention(
-        config.dim,
-        config.num_heads,
-        batch_first=True,
-        causal=False,
-        max_len=config.max_len,
-        key_radius=config.key_radius,
-    )
-    # A random matrix divided by its norm has a typical gain of 1/2, an orthogonal one of 1.
-    nn.init.orthogonal_(attention.q_proj.weight)
-    nn.init.orthogonal_(attention.out_proj.weight)
+    attention = l2_self_attention(config.dim, config.num_heads, config.max_len, config.key_radius)
     branch = nn.Sequential(TokenShift(config.dim), attention) if config.token_shift else attention
     feed_forward = FeedForward(config.dim, config.hidden, mode="orthogonal")
     return (

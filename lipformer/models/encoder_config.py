@@ -62,13 +62,18 @@ class EncoderClassifierConfig(ModelConfig):
                 "give vocab_size, for symbols, or features, for continuous input; got "
                 f"vocab_size={self.vocab_size}, features={self.features}"
             )
-        weights = {"attention_weight": 0.5, "feed_forward_weight": 0.5}
-        own = {**weights, "token_shift": True, "key_radius": None, "head_coeff": 1.0}
-        if self.vocab_size is not None:
-            own["token_radius"] = 1.0
-        own = own if self.variant == "l2" else {}
-        names = (*weights, "token_shift", "key_radius", "head_coeff", "token_radius")
-        self.check_foreign(self.variant, own or {"dropout": 0.0}, *names)
+        certified = {
+            "attention_weight": 0.5,
+            "feed_forward_weight": 0.5,
+            "token_shift": True,
+            "key_radius": None,
+            "head_coeff": 1.0,
+            "token_radius": 1.0,
+        }
+        own = dict(certified) if self.variant == "l2" else {}
+        if self.vocab_size is None:
+            own.pop("token_radius", None)
+        self.check_foreign(self.variant, own, *certified)
         self.fill(hidden=2 * self.dim, **own)
         self.check_positive("num_classes", "vocab_size", "features", "dim", "num_heads", "num_layers")
         self.check_positive("hidden", "max_len", "least", "token_radius", "key_radius", "head_coeff")

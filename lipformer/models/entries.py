@@ -56,7 +56,8 @@ class ModelConfig:
         """ValueError if an entry is given that the variant does not have, where it would do nothing."""
         for name in names:
             if name not in own and getattr(self, name) is not None:
+                others = ", ".join(own) or "none"
                 raise ValueError(
                     f"the variant {variant!r} has no option {name}, got {name}="
-                    f"{getattr(self, name)!r}; beside those of all variants it has {', '.join(own)}"
+                    f"{getattr(self, name)!r}; beside those of all variants it has {others}"
                 )

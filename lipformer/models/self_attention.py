@@ -1,4 +1,4 @@
-"""Dot-product self-attention without a causal mask, which the local analysis can take apart."""
+"""Self-attention without a causal mask: dot products that local analysis can take apart, and L2."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lipformer.certificate import Ask, Bound, register_bound
 from lipformer.functional.attention.maps import AttentionMaps
-from lipformer.layers import SpectralLinear
+from lipformer.layers import L2MultiheadAttention, SpectralLinear
 from lipformer.layers.layer import Layer
 from lipformer.layers.layout import padding
 
@@ -102,3 +102,19 @@ def _(module: DotProductSelfAttention, ask: Ask) -> Bound:
         "lipformer.analysis.certified_radius(model, images, labels), which bounds it around each image, "
         "or the variant 'l2'",
     )
+
+
+def l2_self_attention(
+    dim: int, num_heads: int, tokens: int, key_radius: float | None
+) -> L2MultiheadAttention:
+    """L2 attention of at most so many tokens, to be divided by its bound.
+
+    A random matrix divided by its norm has a typical gain of 1/2, an orthogonal one of 1: weights begin
+    orthogonal.
+    """
+    attention = L2MultiheadAttention(
+        dim, num_heads, batch_first=True, causal=False, max_len=tokens, key_radius=key_radius
+    )
+    nn.init.orthogonal_(attention.q_proj.weight)
+    nn.init.orthogonal_(attention.out_proj.weight)
+    return attention

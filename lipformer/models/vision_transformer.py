@@ -18,13 +18,12 @@ from lipformer.layers import (
     Contractive,
     ConvexResidual,
     FeedForward,
-    L2MultiheadAttention,
     MaxMin,
     SpectralLinear,
     TokenMean,
 )
 from lipformer.models.saved_model import SavedModel
-from lipformer.models.self_attention import DotProductSelfAttention
+from lipformer.models.self_attention import DotProductSelfAttention, l2_self_attention
 from lipformer.models.vision_config import VisionTransformerConfig
 
 
@@ -224,17 +223,7 @@ def _attention(config: VisionTransformerConfig) -> nn.Module:
         return DotProductSelfAttention(
             config.dim, config.num_heads, logit_coeff=config.logit_coeff, value_coeff=1.0
         )
-    attention = L2MultiheadAttention(
-        config.dim,
-        config.num_heads,
-        batch_first=True,
-        causal=False,
-        max_len=config.tokens,
-        key_radius=config.key_radius,
-    )
-    # A random matrix divided by its norm has a typical gain of 1/2, an orthogonal one of 1.
-    nn.init.orthogonal_(attention.q_proj.weight)
-    nn.init.orthogonal_(attention.out_proj.weight)
+    attention = l2_self_attention(config.dim, config.num_heads, config.tokens, config.key_radius)
     return Contractive(attention, 1.0, norm="l2")
 
 
