@@ -22,7 +22,7 @@ from training.errors import BadInput, first_line
 LABEL_COLUMNS = ("label", "labels", "target")
 # What splits may be called, and what is held out of the training texts where there is no such split.
 _NAMES = {"test": ("test",), "val": ("validation", "valid", "val", "dev")}
-_HELD_OUT = {"test": 5, "val": 10}
+_HELD_OUT = {"test": 0.2, "val": 0.1}
 PAD, UNKNOWN = "[PAD]", "[UNK]"
 
 _THINGS = ("plot", "cast", "music", "script", "ending", "camera", "humour", "pace", "dialogue", "hero")
@@ -111,8 +111,8 @@ def load_tokenizer(name: str) -> Any:
         ) from error
 
 
-class ByLength(Sampler[list[int]]):
-    """Batches of texts of about one length, in random order: few tokens are padding.
+class ByLength(Sampler[int]):
+    """Texts in the order of batches that have about one length each: few tokens are padding.
 
     Texts in random order are sorted in parts of 50 batches, so that batches differ from epoch to epoch.
     """
@@ -121,18 +121,15 @@ class ByLength(Sampler[list[int]]):
         self.lengths, self.batch_size = lengths, batch_size
 
     def __len__(self) -> int:
-        return len(self.lengths) // self.batch_size
+        return len(self.lengths) // self.batch_size * self.batch_size
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[int]:
         with torch.device("cpu"):
-            order = torch.randperm(len(self.lengths))[: len(self) * self.batch_size]
-            parts = [
-                sorted(part.tolist(), key=self.lengths.__getitem__)
-                for part in order.split(50 * self.batch_size)
-            ]
-            batches = torch.tensor([i for part in parts for i in part]).split(self.batch_size)
-            for i in torch.randperm(len(batches)).tolist():
-                yield batches[i].tolist()
+            parts = torch.randperm(len(self.lengths))[: len(self)].split(50 * self.batch_size)
+            order = [i for part in parts for i in sorted(part.tolist(), key=self.lengths.__getitem__)]
+            batches = torch.tensor(order).view(-1, self.batch_size)
+            drawn = batches[torch.randperm(len(batches))].flatten().tolist()
+        yield from drawn
 
 
 class TextData(L.LightningDataModule):
@@ -288,10 +285,17 @@ class TextData(L.LightningDataModule):
     def _batches(self, part: str, train: bool = False) -> DataLoader[Any]:
         rows: Any = list(zip(self.codes[part], self.parts[part].labels, strict=True))
         size = min(self.batch_size, len(rows))
-        options: dict[str, Any] = {"batch_size": size, "shuffle": train, "drop_last": train}
+        options: dict[str, Any] = {"shuffle": train}
         if train and self.by_length:
-            options = {"batch_sampler": ByLength([len(text) for text, _ in rows], size)}
-        return DataLoader(rows, collate_fn=self.collate, pin_memory=for_gpu(self), **options)
+            options = {"sampler": ByLength([len(text) for text, _ in rows], size)}
+        return DataLoader(
+            rows,
+            size,
+            collate_fn=self.collate,
+            drop_last=train,
+            pin_memory=for_gpu(self),
+            **options,
+        )
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Batches in random order."""
@@ -337,7 +341,7 @@ def _splits(
         parts["test"] = parts.pop("val")
     for part, share in _HELD_OUT.items():
         if part not in parts:
-            cut = parts["train"].train_test_split(1 / share, seed=0)
+            cut = parts["train"].train_test_split(share, seed=0)
             parts["train"], parts[part] = cut["train"], cut["test"]
     return parts, names
 

@@ -14,7 +14,7 @@ from lipformer.models import EncoderClassifier
 from recipes.classify.data import TextBatch, TextData
 from recipes.classify.module import TextModule
 from recipes.output import markdown, write_csv
-from recipes.pgd import logit_margin, pgd
+from recipes.pgd import logit_margin, pgd_accuracy
 from recipes.report import RunReport, count, draw_accuracy
 
 # Tokens that may move, and what a column is called.
@@ -104,7 +104,7 @@ class Report(RunReport):
         model = module.model
         model.save_pretrained(self.directory / "model")
         data.tokenizer.save_pretrained(self.directory / "model")
-        every = self.texts(data, "test", None, module.device)
+        every = self.texts(data, module.device)
         with lf.frozen(model), torch.no_grad():
             right = logit_margin(model(every.tokens, every.padding), every.labels) > 0
             radius = {"all together": self.radii(model, every, None)}
@@ -120,9 +120,9 @@ class Report(RunReport):
         draw_accuracy(radius["all together"].cpu(), attacked, path, "eps, l2 norm of the embedded text")
         return self.text(rows, radius, swaps, better, module, data, updates, seconds)
 
-    def texts(self, data: TextData, part: str, most: int | None, device: torch.device) -> TextBatch:
-        """The first texts of a part in one batch."""
-        rows = list(zip(data.codes[part], data.parts[part].labels, strict=True))[:most]
+    def texts(self, data: TextData, device: torch.device) -> TextBatch:
+        """The test texts in one batch."""
+        rows = list(zip(data.codes["test"], data.parts["test"].labels, strict=True))
         return TextBatch(*(column.to(device) for column in data.collate(rows)))
 
     def radii(
@@ -145,12 +145,10 @@ class Report(RunReport):
             if eps == 0.0:
                 stands = dict.fromkeys(radius, right.double().cpu())
             attack = self.attack if eps else {"steps": 0, "restarts": 1}
-            generator = torch.Generator().manual_seed(0)
-            found = pgd(padded, x, first.labels, eps, box=None, generator=generator, **attack)
             yield {
                 "eps": eps,
                 **{name: each.mean().item() for name, each in stands.items()},
-                "pgd": (logit_margin(padded(found), first.labels) > 0).double().mean().item(),
+                "pgd": pgd_accuracy(padded, x, first.labels, eps, len(x), box=None, **attack),
                 "attacked": stands["all together"][: len(x)].mean().item(),
             }
 

@@ -116,7 +116,7 @@ def trained(steps: int = 60) -> tuple[TextModule, TextData]:
 def test_the_margin_is_the_certificate_and_the_report_survives_its_attacks() -> None:
     module, data = trained()
     report = Report(eps=[0.1, 0.4], attack_steps=4, attack_restarts=1, exchanges=2)
-    every = report.texts(data, "test", None, module.device)
+    every = report.texts(data, module.device)
     model = module.model
     radius = {
         "all together": report.radii(model, every, None),

@@ -70,7 +70,6 @@ def test_both_arms(encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert (out / "curve.png").stat().st_size > 5_000
     for folder in (plain, out):
         assert [row["step"] for row in rows(folder / "curve.csv")] == ["1", "2"]
-    # Both arms begin with the same head and see the same batches.
     data = TextData(tokenizer=str(encoder), test_texts=32)
     batch = next(iter(data.test_dataloader()))
     tokens = {"input_ids": batch.tokens, "attention_mask": (~batch.padding).long()}
