@@ -53,8 +53,8 @@ def unpack(archive: Path, wanted: Sequence[str], folder: Path) -> list[Path]:
     """Writes the wanted files of an archive into a folder, by their own names and nothing else.
 
     The archive is a tar or a wheel. Paths, links and devices inside it cannot do harm: tarfile refuses
-    them, zipfile has none, and what is not wanted stays in a temporary directory. A file is moved to its
-    place when it is whole.
+    them, zipfile makes plain files below the folder of all, and what is not wanted stays in a temporary
+    directory. A file is moved to its place when it is whole.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
