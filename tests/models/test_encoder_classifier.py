@@ -195,7 +195,8 @@ def test_radii_follow_from_margins_and_lengths(
     assert bool((one + 1e-5 >= two).all())
     assert bool((two + 1e-5 >= every).all())
     assert bool((every + 1e-5 >= whole / n.sqrt()).all())
-    few: dict[str, Any] = {"key_padding_mask": padding, "tokens": 1}
+    x, labels, one = x[::6], labels[::6], one[::6]  # of three tokens: these two are by Theorem L
+    few: dict[str, Any] = {"key_padding_mask": padding[::6], "tokens": 1}
     assert torch.equal(is_certified(model, x, labels, 0.99 * one, **few), one > 0)
     share = certified_accuracy(model, x, labels, [0.0, 50.0], **few)
     assert share == [(one > 0).double().mean().item(), 0.0]
