@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -133,6 +134,30 @@ def test_few_evaluations_find_what_bisection_finds(kind: str, monkeypatch: pytes
     for most in (0.5 * float(low.median()), 1e-5):
         cut = certified_radius(model, images, labels, max_radius=most, tol=1e-6)
         torch.testing.assert_close(cut, low.clamp_max(most), rtol=0.0, atol=1.1e-6)
+
+
+@pytest.mark.parametrize(
+    ("slack", "most", "tol", "end"),
+    [
+        (lambda eps: torch.where(eps < 1.0, 1.0 - eps, torch.nan), 10.0, 1e-3, 1.0),
+        (lambda eps: 1.0 - 3.0 * eps, 10.0, 1e-30, 1.0 / 3.0),
+        (lambda eps: 1.0 - eps, 1e-4, 1e-3, 1e-4),
+        (lambda eps: 1.0 - eps / 1e308, 1.7e308, 1e300, 1e308),
+    ],
+    ids=["overflow", "no number within tol", "all within tol", "large numbers"],
+)
+def test_a_search_ends(slack: Callable[[Tensor], Tensor], most: float, tol: float, end: float) -> None:
+    asked: list[float] = []
+
+    def counted(eps: Tensor) -> Tensor:
+        asked.append(float(eps))
+        assert len(asked) < 100, "no end in sight"
+        return slack(eps)
+
+    one = torch.ones(1, dtype=F64)
+    found = float(radius_module._search(radius_module._Test(counted, one, 0.0 * one), most, tol))
+    assert end - max(min(tol, most / 2), 1e-15) <= found <= end
+    assert found in asked
 
 
 def test_wrong_answers_have_radius_zero() -> None:

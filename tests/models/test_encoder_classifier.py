@@ -202,6 +202,17 @@ def test_radii_follow_from_margins_and_lengths(
     assert share == [(one > 0).double().mean().item(), 0.0]
 
 
+@pytest.mark.parametrize("variant", ["l2", "dot_product"])
+def test_at_radius_zero_right_answers_stand(variant: str) -> None:
+    """Also where no norm of tokens has a bound; and a mask may be that of one sample."""
+    model = EncoderClassifier(config(variant, features=4)).double().eval()
+    x, padding = torch.randn(1, 6, 4, dtype=torch.float64), torch.arange(6) >= 4
+    labels = model(x, padding[None]).argmax(1)
+    options: dict[str, Any] = {"tokens": 1, "key_padding_mask": padding}
+    assert certified_accuracy(model, x, labels, [0.0], **options) == [1.0]
+    assert is_certified(model, x, (labels + 1) % 3, 0.0, **options).tolist() == [False]
+
+
 def test_a_mask_that_is_not_used_is_found_out() -> None:
     """And one whose padding is not behind the tokens, or hides all of them."""
     plain = nn.Sequential(nn.Linear(4, 4), nn.Flatten(), nn.Linear(24, 2)).eval()
@@ -226,8 +237,12 @@ def test_a_mask_that_is_not_used_is_found_out() -> None:
             certified_radius(model, x, labels, key_padding_mask=wrong)
     with pytest.raises(ValueError, match="tokens must be an integer >= 1, .* got 0 and"):
         certified_radius(model, x, labels, tokens=0)
+    with pytest.raises(ValueError, match="tokens must be an integer >= 1, .* got 1.5 and"):
+        certified_radius(model, x, labels, tokens=1.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="tokens must be an integer >= 1, .* got 1 and"):
         certified_radius(model, x[:, 0], labels, tokens=1)
+    with pytest.raises(ValueError, match=r"labels from 0 to 2, got \[0, 3\]"):
+        certified_radius(model, x, torch.tensor([0, 3]))
 
 
 @pytest.mark.parametrize("variant", ["l2", "dot_product"])

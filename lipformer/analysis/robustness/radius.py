@@ -195,14 +195,17 @@ def _search(test: _Test, most: float, tol: float) -> Tensor:
     at most eightfold; once the end is enclosed, where the line through both sides meets zero, moved by
     tol/2 to the middle so that both sides close in, and every third time the middle.
     """
+    tol = min(tol, most / 2)  # a search that ends early looks at its end all the same
     low, high = torch.zeros_like(test.margin), torch.full_like(test.margin, most)
     above, below = test.margin, torch.full_like(test.margin, torch.nan)  # slack at low and high
     high = torch.where(above > 0, high, low)  # a wrong answer has no radius
     point = torch.where(test.first > 0, test.first, math.sqrt(tol * most)).clamp_max(most)
-    count = 0
-    while bool((going := high - low > tol).any()):
+    count, middle = 0, high / 2
+    # Between neighbouring numbers there is none, whatever tol.
+    while bool((going := (high - low > tol) & (low < middle) & (middle < high)).any()):
         count += 1
-        found = test.slack(torch.where(going, point, low))
+        # What overflowed certifies nothing.
+        found = test.slack(torch.where(going, point, low)).nan_to_num(-torch.inf, torch.inf, -torch.inf)
         stands = found > 0
         up, down = going & stands, going & ~stands
         low, above = torch.where(up, point, low), torch.where(up, found, above)
@@ -210,7 +213,7 @@ def _search(test: _Test, most: float, tol: float) -> Tensor:
         ahead = low * test.margin / (test.margin - above)
         ahead = torch.where(ahead.isfinite(), ahead, torch.inf).clamp_max(8 * low) + tol / 2
         between = low + (high - low) * above / (above - below)
-        middle = (low + high) / 2
+        middle = low + (high - low) / 2
         between = between + (tol / 2) * (middle - between).sign()
         enclosed = below.isfinite() & (count % 3 > 0)
         between = torch.where(enclosed, between, middle)
@@ -236,7 +239,8 @@ def _tests(
         raise ValueError(
             f"y must be integer labels of shape ({len(x)},), got {y.dtype} {tuple(y.shape)}"
         )
-    if tokens is not None and (x.ndim != 3 or isinstance(tokens, bool) or tokens < 1):
+    whole = isinstance(tokens, int) and not isinstance(tokens, bool)
+    if tokens is not None and (x.ndim != 3 or not whole or tokens < 1):
         raise ValueError(
             f"tokens must be an integer >= 1, for x of shape (B, N, D), got {tokens!r} and "
             f"{tuple(x.shape)}"
@@ -256,9 +260,13 @@ def _tests(
                 logits, spread = modulus_of(head, hidden)
             if logits.ndim != 2:
                 raise ValueError(f"the model must give logits (B, K), got shape {tuple(logits.shape)}")
+            if not bool(((y[index] >= 0) & (y[index] < logits.shape[1])).all()):
+                raise ValueError(
+                    f"y must be labels from 0 to {logits.shape[1] - 1}, got {y[index].tolist()}"
+                )
             if count is not None:
-                assert key_padding_mask is not None
-                _check_padding(model, x[index], key_padding_mask[index], plain(logits))
+                behind = (torch.arange(x.shape[1], device=x.device) >= count).expand(len(index), -1)
+                _check_padding(model, x[index], behind, plain(logits))
             moved: Modulus = step
             if tokens is not None:
                 moved = _of_tokens(hidden_part, some, plain(hidden), step, tokens)
