@@ -32,7 +32,7 @@ def load_converted(directory: str | PathLike[str]) -> nn.Module:
     if options is None:
         raise ValueError(
             f'{directory} holds no converted model: its config has no "{RECORD}"; '
-            "convert the whole model before save_pretrained"
+            "convert the whole model in one call before save_pretrained"
         )
     name = (config.architectures or [""])[0]
     kind: Any = getattr(transformers, name, None)

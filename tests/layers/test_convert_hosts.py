@@ -431,6 +431,19 @@ def test_only_converted_models_are_loaded(tmp_path: Path) -> None:
     assert len(str(refusal.value)) < 400
 
 
+def test_options_of_other_layers_are_not_kept_as_the_models(tmp_path: Path) -> None:
+    """One record cannot build layers of two kinds; that of a model beside them stays."""
+    model, other = build("bert"), lf.convert_attention(build("bert"), any_mask=True).model
+    lf.convert_attention(nn.ModuleList([other, build("bert")]))
+    assert other.config.convert_attention == {"any_mask": True}
+    lf.convert_attention(model.bert.encoder.layer[0], causal=True)
+    model.bert.encoder.layer.append(type(model)(model.config).bert.encoder.layer[0])
+    lf.convert_attention(model)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="convert the whole model in one call"):
+        lf.load_converted(tmp_path)
+
+
 def test_the_config_that_was_given_is_left_alone(tmp_path: Path) -> None:
     plain = build("bert")
     config, before = plain.config, plain.config.to_dict()
@@ -438,7 +451,8 @@ def test_the_config_that_was_given_is_left_alone(tmp_path: Path) -> None:
     assert config.to_dict() == before
     assert plain.config.convert_attention == {}
     assert all(part.config is plain.config for part in plain.modules() if hasattr(part, "config"))
-    with pytest.raises(ValueError, match=r"is already converted: \d layers \(bert.encoder.layer.0"):
+    layers = len(plain.bert.encoder.layer)
+    with pytest.raises(ValueError, match=rf"is already converted: {layers} layers \(bert.encoder.layer.0"):
         lf.convert_attention(plain)
     type(plain)(config).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="holds no converted model"):

@@ -118,6 +118,7 @@ def replace_attention(model: nn.Module, options: Mapping[str, Any], start: bool 
     if fixed:
         raise ValueError(f"{', '.join(fixed)} is taken from each layer and cannot be given")
     done: dict[nn.Module, tuple[Parts, nn.Module]] = {}
+    before = {path or "(all)": part for path, part in model.named_modules() if _is_converted(part)}
     sites, left = {}, {}
     for site in attention_sites(model):
         path, layer = site.path or "(all)", site.module
@@ -129,10 +130,11 @@ def replace_attention(model: nn.Module, options: Mapping[str, Any], start: bool 
         except Left as reason:
             left[path] = str(reason)
     if not sites:
-        before = [path or "(all)" for path, part in model.named_modules() if _is_converted(part)]
-        if before and not left:
-            some = ", ".join(before[:3]) + (", ..." if len(before) > 3 else "")
-            raise ValueError(f"{kind_of(model)} is already converted: {len(before)} layers ({some})")
+        hosted = {part.attention for part in before.values() if isinstance(part, HostedAttention)}
+        paths = [path for path, part in before.items() if part not in hosted]
+        if paths and not left:
+            some = ", ".join(paths[:3]) + (", ..." if len(paths) > 3 else "")
+            raise ValueError(f"{kind_of(model)} is already converted: {len(paths)} layers ({some})")
         listed = "".join(f"\n  {path}: {reason}" for path, reason in left.items())
         raise ValueError(
             f"no attention of {kind_of(model)} can be converted; known are {_KNOWN}; found "
@@ -147,27 +149,31 @@ def replace_attention(model: nn.Module, options: Mapping[str, Any], start: bool 
         if parts.outside is not None:
             holder, name = parts.outside
             holder._modules[name] = nn.Identity()
-    _note(model, options)
+    _note(model, options, {*before.values()})
     return Conversion(model, {path: kind_of(site.module) for path, site in sites.items()}, left)
 
 
-def _note(model: nn.Module, options: Mapping[str, Any]) -> None:
+def _note(model: nn.Module, options: Mapping[str, Any], before: set[nn.Module]) -> None:
     """Keeps the options in the model's Hugging Face config, for load_converted to build it by.
 
-    In a copy of it: other models may be built by the config that was given.
+    In a copy of it: other models may be built by the config that was given. Beside layers that were
+    converted ``before``, by options that may be others, it keeps None: these alone do not build it.
     """
-    copies: dict[int, tuple[Any, Any]] = {}
+    holders: dict[int, list[nn.Module]] = {}
     for part in model.modules():
-        given = vars(part).get("config")
-        if hasattr(given, "to_dict"):
-            # With what was copied, so that no other object can have its id.
-            _, own = copies.setdefault(id(given), (given, copy.deepcopy(given)))
-            setattr(own, RECORD, dict(options))
-            part.config = own
+        if hasattr(vars(part).get("config"), "to_dict"):
+            holders.setdefault(id(part.config), []).append(part)
+    for parts in holders.values():
+        inside = {layer for part in parts for layer in part.modules() if _is_converted(layer)}
+        if inside - before:
+            own: Any = copy.deepcopy(parts[0].config)
+            setattr(own, RECORD, None if inside & before else dict(options))
+            for part in parts:
+                part.config = own
 
 
 def _is_converted(part: nn.Module) -> bool:
-    """Whether it is the outermost module of a converted layer."""
+    """Whether it is a converted layer, or what hosts one."""
     return isinstance(part, (L2MultiheadAttention, HostedAttention))
 
 
