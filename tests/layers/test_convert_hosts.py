@@ -452,7 +452,9 @@ def test_the_config_that_was_given_is_left_alone(tmp_path: Path) -> None:
     assert plain.config.convert_attention == {}
     assert all(part.config is plain.config for part in plain.modules() if hasattr(part, "config"))
     layers = len(plain.bert.encoder.layer)
-    with pytest.raises(ValueError, match=rf"is already converted: {layers} layers \(bert.encoder.layer.0"):
+    with pytest.raises(
+        ValueError, match=rf"is already converted: {layers} layers \(bert.encoder.layer.0"
+    ):
         lf.convert_attention(plain)
     type(plain)(config).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="holds no converted model"):
