@@ -94,6 +94,9 @@ class PretrainedReport(RunReport):
 
     def write(self, module: Any, data: TextData, updates: int, seconds: float) -> str:
         """The model, the curves and the text."""
+        config = module.model.config
+        config.id2label = dict(enumerate(data.class_names))
+        config.label2id = {name: i for i, name in config.id2label.items()}
         for part in (module.model, data.tokenizer):
             part.save_pretrained(self.directory / "model")
         name = "L2, converted" if module.hparams["convert"] else "as it was"

@@ -74,8 +74,10 @@ def test_both_arms(encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     batch = next(iter(data.test_dataloader()))
     tokens = {"input_ids": batch.tokens, "attention_mask": (~batch.padding).long()}
     last = PretrainedModule.load_from_checkpoint(out / "last.ckpt").eval()
+    model = lf.load_converted(out / "model")
+    assert model.config.id2label == {0: "negative", 1: "positive"}
     with torch.no_grad():
-        logits = lf.load_converted(out / "model")(**tokens).logits
+        logits = model(**tokens).logits
         torch.testing.assert_close(last(batch), logits)
         found = (logits.argmax(1) == batch.labels).double().mean()
     assert rows(out / "result.csv")[0]["accuracy"] == f"{found:.2%}"
