@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import statistics
 import time
 from pathlib import Path
@@ -105,6 +106,8 @@ class PretrainedReport(RunReport):
             "accuracy": f"{self._accuracy(module, data):.2%}",
             "milliseconds of a step (median)": f"{1e3 * statistics.median(self._steps):.0f}",
         }
+        # Fewer steps than val_check_interval: no accuracy to show, but all else is.
+        self.curve = self.curve or [{"step": updates, "accuracy": math.nan}]
         curves, results = {name: self.curve}, [result]
         if self.against is not None:
             curve, others = read_run(self.against)

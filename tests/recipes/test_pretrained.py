@@ -91,7 +91,9 @@ def test_both_arms(encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert run("fit", tmp_path / "more", *given, f"--ckpt_path={out / 'last.ckpt'}") == 0
     assert len(last.cosines) == 3
     distilled = f"--model.pretrained={out / 'distilled'}"
-    assert run("fit", tmp_path / "third", f"--config={FILE}", distilled) == 0
+    never = "--trainer.val_check_interval=3"  # of two steps
+    assert run("fit", tmp_path / "third", f"--config={FILE}", distilled, never) == 0
+    assert [row["accuracy"] for row in rows(tmp_path / "third" / "curve.csv")] == ["nan"]
     with pytest.raises(AssertionError, match="distilled already"):
         run("fit", tmp_path / "fourth", *given)
 
