@@ -39,8 +39,8 @@ def check_samples(x: Tensor) -> None:
     """ValueError unless x are finite samples (B, *): the entries of one alone would count as samples."""
     if x.ndim < 2 or not x.is_floating_point():
         raise ValueError(
-            "x must be floating-point samples (B, D), (B, N, D) or images, got "
-            f"{x.dtype} {tuple(x.shape)}"
+            "x must be floating-point samples (B, D), (B, N, D) or images, "
+            f"of symbols model.embed(tokens); got {x.dtype} {tuple(x.shape)}"
         )
     check_finite(x)
 

@@ -81,10 +81,15 @@ def certify(
     check_norm(norm)
     check_seq_len(seq_len)
     if example is not None:
-        if not isinstance(example, Tensor) or any(v is not None for v in (seq_len, at, radius)):
+        if not isinstance(example, Tensor):
             raise ValueError(
-                "example is a tensor of samples and says the number of tokens; got an example of type "
-                f"{type(example).__name__} with seq_len={seq_len!r}, radius={radius!r}: leave these out"
+                f"example must be one tensor of samples, got {type(example).__name__}: of a tokenizer's "
+                'output give ["input_ids"]'
+            )
+        if any(v is not None for v in (seq_len, at, radius)):
+            raise ValueError(
+                "example says the number of tokens, and its bound is global: leave out seq_len, at and "
+                f"radius, got seq_len={seq_len!r}, radius={radius!r}"
             )
         check_tensors(module)
         return follow(module, example, norm)

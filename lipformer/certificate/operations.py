@@ -119,7 +119,8 @@ class Step:
         return self.refuse(
             f"{tuple(self.x.shape)} -> {tuple(self.out.shape)} works along dimension 0, so that samples "
             "may influence each other",
-            "samples in the first dimension, which nothing moves, merges or reduces",
+            "samples in the first dimension, which nothing moves, merges or reduces; nn.Linear for "
+            "F.linear, matmul and einsum",
         )
 
     def keep(self, tokens: bool, place: bool = False) -> None:

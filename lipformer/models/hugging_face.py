@@ -53,7 +53,7 @@ def _attend(
 
     for name in ("softcap", "s_aux", "cache", "output_attentions"):
         if kwargs.get(name) is not None and kwargs[name] is not False:
-            raise ValueError(f'attn_implementation="{NAME}" takes no {name}, got {type(kwargs[name])}')
+            raise ValueError(f'attn_implementation="{NAME}" takes no {name}, got {kwargs[name]!r:.60}')
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     operands = untied_operands(query, key, value, scale)
     out, _ = sdpa_attention_forward(module, *operands, attention_mask, scaling=1.0, **kwargs)

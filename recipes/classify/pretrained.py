@@ -167,25 +167,26 @@ class PretrainedModule(OneCycleModule):
         encoder = self.model.base_model
         was_training = encoder.training
 
-        def cosine() -> float:
+        def measure(when: str) -> None:
             encoder.eval(), original.eval()
-            return mean_cosine(encoder, original, self._inputs(data.val_dataloader()))
+            self.cosines.append(mean_cosine(encoder, original, self._inputs(data.val_dataloader())))
+            print(f"cosine with the original {when}: {self.cosines[-1]:.3f}", flush=True)
 
         def batches() -> Iterator[dict[str, Tensor]]:
             while True:
                 yield from self._inputs(data.train_dataloader())
 
-        self.cosines = [cosine()]
         first, second = self.distill_steps
+        print(f"distilling by {first} + {second} steps; cosines are on validation texts", flush=True)
+        self.cosines = []
+        measure("as converted")
         hidden = self.trainer.progress_bar_callback is None
         bar: Any = track(batches(), "Distilling", first + second, disable=hidden)
         with contextlib.closing(bar):
-            for steps in ((first, 0), (0, second)):
+            for steps, when in (((first, 0), "layer by layer"), ((0, second), "end to end")):
                 lf.distill_attention(encoder, original, bar, steps)
-                self.cosines.append(cosine())
+                measure(f"after {sum(steps)} steps {when}")
         encoder.train(was_training)
-        near = "cosine with the original: {:.3f} converted, {:.3f} and {:.3f} after the two stages"
-        print(near.format(*self.cosines))
         for part in (self.model, data.tokenizer):
             part.save_pretrained(Path(self.trainer.default_root_dir) / "distilled")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import statistics
 import time
 from pathlib import Path
@@ -94,6 +95,9 @@ class PretrainedReport(RunReport):
 
     def write(self, module: Any, data: TextData, updates: int, seconds: float) -> str:
         """The model, the curves and the text."""
+        config = module.model.config
+        config.id2label = dict(enumerate(data.class_names))
+        config.label2id = {name: i for i, name in config.id2label.items()}
         for part in (module.model, data.tokenizer):
             part.save_pretrained(self.directory / "model")
         name = "L2, converted" if module.hparams["convert"] else "as it was"
@@ -102,6 +106,8 @@ class PretrainedReport(RunReport):
             "accuracy": f"{self._accuracy(module, data):.2%}",
             "milliseconds of a step (median)": f"{1e3 * statistics.median(self._steps):.0f}",
         }
+        # Fewer steps than val_check_interval: no accuracy to show, but all else is.
+        self.curve = self.curve or [{"step": updates, "accuracy": math.nan}]
         curves, results = {name: self.curve}, [result]
         if self.against is not None:
             curve, others = read_run(self.against)

@@ -103,6 +103,7 @@ class Report(RunReport):
         """The model with its tokenizer, the table, the picture and the text."""
         model = module.model
         model.save_pretrained(self.directory / "model")
+        data.tokenizer.model_max_length = model.config.max_len  # what truncation=True cuts at
         data.tokenizer.save_pretrained(self.directory / "model")
         every = self.texts(data, module.device)
         with lf.frozen(model), torch.no_grad():
@@ -193,13 +194,14 @@ class Report(RunReport):
                 f"Theorem L around each of the first {len(better)} texts: median radius of one token "
                 f"{better.median().item():.3g}, without it {one[: len(better)].median().item():.3g}.\n\n"
             )
+        classes = ", ".join(f"{number} is {name}" for number, name in enumerate(data.class_names))
         return (
             f"# {data.described}: a classifier of texts ({model.config.variant})\n\n"
             f"    {self.command}\n\n"
             f"{data.vocab_size:,} symbols, {count(module):,} parameters ({count(model.body):,} without "
             f"the symbols' vectors), {updates} updates in {seconds:.0f} s; {len(one)} test texts, "
-            f"{how}. eps is the l2 norm of the whole change (all together), or the distance that each "
-            "of so many tokens moves. PGD changes all of the first "
+            f"{how}. Classes: {classes}. eps is the l2 norm of the whole change (all together), or the "
+            "distance that each of so many tokens moves. PGD changes all of the first "
             f"{min(len(one), self.attacked_texts)} texts, by {self.attack['steps']} steps from each of "
             f"{self.attack['restarts']} starts.\n\n"
             f"{markdown(shown)}\n\n"

@@ -366,8 +366,10 @@ def test_rules_speak_for_their_modules() -> None:
 def test_questions_that_do_not_fit() -> None:
     linear = nn.Linear(D, D)
     for question in ({"seq_len": 3}, {"at": example(), "radius": 1.0}):
-        with pytest.raises(ValueError, match="leave these out"):
+        with pytest.raises(ValueError, match="leave out seq_len"):
             lf.certify(linear, example=example(), **question)
+    with pytest.raises(ValueError, match=r"one tensor of samples, got dict: .* \[\"input_ids\"\]"):
+        lf.certify(linear, example={"input_ids": torch.ones(1, 2)})
     with pytest.raises(ValueError, match=r"a batch of samples \(B, \.\.\.\), got shape \(3,\)"):
         lf.certify(linear, example=torch.ones(3))
     assert lf.certify(Plain(lambda x: {"y": 2 * x, "z": x}), example=example()).bound == 2.0

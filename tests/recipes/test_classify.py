@@ -78,7 +78,10 @@ def test_a_configuration_takes_two_steps(path: Path, tmp_path: Path) -> None:
     report = (out / "report.md").read_text()
     certified = "certified constant 1 from embedded text to logits" in report
     assert certified == ("Theorem L around" in report) == (variant == "l2")
+    assert ("0 is 0, 1 is 1." if movies else "0 is negative, 1 is positive.") in report
     model = EncoderClassifier.from_pretrained(out / "model")
+    tokenizer = json.loads((out / "model" / "tokenizer_config.json").read_text())
+    assert tokenizer["model_max_length"] == model.config.max_len
     again = TextModule.load_from_checkpoint(out / "last.ckpt").eval()
     assert again.model.config == model.config
     data = TextData(tokenizer=str(out / "model"))

@@ -74,8 +74,10 @@ def test_both_arms(encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     batch = next(iter(data.test_dataloader()))
     tokens = {"input_ids": batch.tokens, "attention_mask": (~batch.padding).long()}
     last = PretrainedModule.load_from_checkpoint(out / "last.ckpt").eval()
+    model = lf.load_converted(out / "model")
+    assert model.config.id2label == {0: "negative", 1: "positive"}
     with torch.no_grad():
-        logits = lf.load_converted(out / "model")(**tokens).logits
+        logits = model(**tokens).logits
         torch.testing.assert_close(last(batch), logits)
         found = (logits.argmax(1) == batch.labels).double().mean()
     assert rows(out / "result.csv")[0]["accuracy"] == f"{found:.2%}"
@@ -89,7 +91,9 @@ def test_both_arms(encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert run("fit", tmp_path / "more", *given, f"--ckpt_path={out / 'last.ckpt'}") == 0
     assert len(last.cosines) == 3
     distilled = f"--model.pretrained={out / 'distilled'}"
-    assert run("fit", tmp_path / "third", f"--config={FILE}", distilled) == 0
+    never = "--trainer.val_check_interval=3"  # of two steps
+    assert run("fit", tmp_path / "third", f"--config={FILE}", distilled, never) == 0
+    assert [row["accuracy"] for row in rows(tmp_path / "third" / "curve.csv")] == ["nan"]
     with pytest.raises(AssertionError, match="distilled already"):
         run("fit", tmp_path / "fourth", *given)
 
