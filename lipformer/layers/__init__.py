@@ -4,6 +4,7 @@ from lipformer.layers.activations import LipSwish, MaxMin
 from lipformer.layers.attention import bound, own_token  # noqa: F401  rules
 from lipformer.layers.attention.key_cache import KeyCache
 from lipformer.layers.attention.multihead import L2MultiheadAttention
+from lipformer.layers.attention.null_key import NullKeyAttention
 from lipformer.layers.branch import Call
 from lipformer.layers.contractive import Contractive
 from lipformer.layers.convert.conversion import Conversion, convert_attention
@@ -34,6 +35,7 @@ __all__ = [
     "Layer",
     "LipSwish",
     "MaxMin",
+    "NullKeyAttention",
     "Residual",
     "SpectralBound",
     "SpectralLinear",

@@ -50,7 +50,7 @@ def is_converted(pretrained: str) -> bool:
     return getattr(config, RECORD, None) is not None
 
 
-def load_classifier(pretrained: str, num_classes: int, convert: bool) -> Any:
+def load_classifier(pretrained: str, num_classes: int, convert: bool, null_key: bool = False) -> Any:
     """A classifier of Hugging Face with the weights of an encoder, converted or as it is.
 
     Args:
@@ -58,6 +58,7 @@ def load_classifier(pretrained: str, num_classes: int, convert: bool) -> Any:
             ``model`` of an earlier run) a directory.
         num_classes: K.
         convert: its attention to L2.
+        null_key: to untied L2 with a null key, see lf.convert_attention.
     """
     if not is_converted(pretrained):
         model: Any = transformers.AutoModelForSequenceClassification.from_pretrained(
@@ -65,7 +66,7 @@ def load_classifier(pretrained: str, num_classes: int, convert: bool) -> Any:
         )
         # Numbers that its new layers draw are not missed later: both arms see the same batches.
         with torch.random.fork_rng(devices=[]):
-            return lf.convert_attention(model).model if convert else model
+            return lf.convert_attention(model, null_key=null_key).model if convert else model
     if not convert:
         raise BadInput(f"--model.convert false needs an encoder as it was, {pretrained} is converted")
     model = lf.load_converted(pretrained)
@@ -97,6 +98,8 @@ class PretrainedModule(OneCycleModule):
         pretrained: its directory or its name on the hub, or a directory that an earlier run left.
         num_classes: is that of the data.
         convert: its attention to L2, which is then fitted to its own.
+        null_key: to L2 attention with weights of its own for queries, keys and values and a null key,
+            much nearer to the original. False: to tied attention, whose certificate is smaller.
         distill_steps: steps of the two stages of lf.distill_attention, on the training texts.
         lr: largest learning rate of one cycle.
         weight_decay: of linear weights.
@@ -113,11 +116,13 @@ class PretrainedModule(OneCycleModule):
         pretrained: str,
         num_classes: int = 2,
         convert: bool = True,
+        null_key: bool = True,
         distill_steps: tuple[int, int] = (100, 1000),
         lr: float = 1e-4,
         weight_decay: float = 0.01,
     ) -> None:
-        super().__init__(load_classifier(pretrained, num_classes, convert).train(), lr, weight_decay)
+        model = load_classifier(pretrained, num_classes, convert, null_key)
+        super().__init__(model.train(), lr, weight_decay)
         self.save_hyperparameters()
         if min(distill_steps) < 0:
             raise BadInput(f"--model.distill_steps must be two integers >= 0, got {distill_steps}")

@@ -191,6 +191,24 @@ LAYERS = by_name(
         Case(new(lf.Residual, CONTRACTIVE), named={"key_padding_mask": padding}),
         Case(new(lf.ConvexResidual, CONTRACTIVE), named={"key_padding_mask": padding}),
         Case(new(lf.TokenShift, 8), named={"key_padding_mask": padding}),
+        *(
+            Case(new(lf.layers.NullKeyAttention, 8, 2, batch_first=True, **form), named=named)
+            for form, named in (
+                ({"causal": True, "max_len": 6}, {"key_padding_mask": padding}),
+                ({"bias": False}, {"attn_mask": band_mask}),
+            )
+        ),
+        Case(
+            new(lf.layers.NullKeyAttention, 8, 2, dropout=0.2, batch_first=True),
+            named={"is_causal": True},
+            compared=DRAWN,
+        ),
+        Case(
+            new(lf.layers.NullKeyAttention, 8, 2, batch_first=True, causal=True),
+            (tokens,),
+            call=cached,
+            trains=False,
+        ),
         Case(new(dot_product), call=distilled, trains=False),
         Case(
             new(HuggingFaceAttention, attention(causal=True, value_proj=False), True),

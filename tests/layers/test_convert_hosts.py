@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from x_transformers import AutoregressiveWrapper, Decoder, Encoder, TransformerWrapper
 
 import lipformer as lf
+from lipformer.functional import null_key_attention
+from lipformer.layers import NullKeyAttention
+from lipformer.layers.attention.self_attention import SelfAttention
 from lipformer.layers.convert.hosts import HostedAttention
 
 B, N, D, H, V = 2, 7, 16, 4, 30
@@ -102,7 +105,7 @@ class Transposed(nn.Module):
 
 
 def x_transformer(layers: type, **options: Any) -> nn.Module:
-    stack = layers(dim=D, depth=1, heads=H, attn_dim_head=D // H, **options)
+    stack = layers(**{"dim": D, "depth": 1, "heads": H, "attn_dim_head": D // H, **options})
     return TransformerWrapper(num_tokens=V, max_seq_len=40, attn_layers=stack)
 
 
@@ -184,7 +187,7 @@ def first(out: Any) -> Tensor:
 
 def layers(model: nn.Module) -> list[Any]:
     hosted = [m for m in model.modules() if isinstance(m, HostedAttention)]
-    return hosted or [m for m in model.modules() if isinstance(m, lf.L2MultiheadAttention)]
+    return hosted or [m for m in model.modules() if isinstance(m, SelfAttention)]
 
 
 def attend(part: Any, x: Tensor, valid: Tensor, causal: bool, form: str) -> Tensor:
@@ -231,10 +234,14 @@ def test_what_l2_attention_can_express_is_kept(name: str, form: str, value_proj:
     assert (new - expected)[valid].abs().max() <= (1e-6 if name == "vit" or name[:2] == "x-" else 1e-9)
 
 
-@pytest.mark.parametrize("name", FOREIGN)
-def test_convert_train_save_reload_export_certify(name: str, tmp_path: Path) -> None:
+EVERY = [(name, {"max_len": 32}) for name in FOREIGN]
+UNTIED = [(name, {"max_len": 32, "null_key": True}) for name in ("bert", "gpt2", "torch", "x-decoder")]
+
+
+@pytest.mark.parametrize(("name", "options"), [*EVERY, *UNTIED])
+def test_convert_train_save_reload_export_certify(name: str, options: Any, tmp_path: Path) -> None:
     model, (args, kwargs) = build(name), inputs(name)
-    done = lf.convert_attention(model, max_len=32)
+    done = lf.convert_attention(model, **options)
     assert done.converted
     assert not done.left
     model.train()
@@ -254,7 +261,7 @@ def test_convert_train_save_reload_export_certify(name: str, tmp_path: Path) -> 
     with torch.no_grad():
         expected = first(model(*args, **kwargs))
         other = build(name)
-        lf.convert_attention(other, max_len=32)
+        lf.convert_attention(other, **options)
         other.load_state_dict(model.state_dict())
         torch.testing.assert_close(first(other.eval()(*args, **kwargs)), expected, rtol=0, atol=0)
         if name in SAVED:
@@ -281,10 +288,12 @@ def test_convert_train_save_reload_export_certify(name: str, tmp_path: Path) -> 
         assert bound < certificate.bound < float("inf")
 
 
+@pytest.mark.parametrize(("null_key", "kept"), [(False, D // H), (True, 2 * D // H)])
 @torch.no_grad()
-def test_hugging_face_generates_with_a_cache_of_keys_alone() -> None:
+def test_hugging_face_generates_with_a_cache_of_keys_alone(null_key: bool, kept: int) -> None:
+    """Of untied attention with a cache of keys and values, side by side."""
     model = build("gpt2")
-    lf.convert_attention(model)
+    lf.convert_attention(model, null_key=null_key)
     tokens, valid = torch.randint(1, V, (B, 5)), torch.ones(B, 5, dtype=torch.int64)
     valid[0, :2] = 0  # padded on the left
     options = {"attention_mask": valid, "max_new_tokens": 6, "eos_token_id": None}
@@ -296,15 +305,16 @@ def test_hugging_face_generates_with_a_cache_of_keys_alone() -> None:
     rest = model(tokens[:, 3:], attention_mask=valid, past_key_values=start.past_key_values)
     torch.testing.assert_close(rest.logits, full[:, 3:], rtol=1e-4, atol=1e-5)
     layer = rest.past_key_values.layers[0]
-    assert (layer.keys.shape, layer.values.shape) == ((B, H, 5, D // H), (B, H, 5, 0))
+    assert (layer.keys.shape, layer.values.shape) == ((B, H, 5, kept), (B, H, 5, 0))
     with pytest.raises(ValueError, match="takes no cache other than DynamicCache .StaticLayer"):
         model(tokens, past_key_values=hf.StaticCache(model.config, max_cache_len=9))
 
 
+@pytest.mark.parametrize("null_key", [False, True])
 @torch.no_grad()
-def test_x_transformers_generates_with_a_cache_of_keys_alone() -> None:
+def test_x_transformers_generates_with_a_cache_of_keys_alone(null_key: bool) -> None:
     model = build("x-decoder")
-    lf.convert_attention(model)
+    lf.convert_attention(model, null_key=null_key)
     wrapper = AutoregressiveWrapper(model)
     tokens, lengths = torch.randint(1, V, (B, 4)), torch.tensor([2, 4])
     made = [
@@ -354,6 +364,29 @@ def test_a_graph_gives_no_numbers_for_what_is_not_certified() -> None:
     graph = torch.export.export(layer, (x,), {"attention_mask": padding}).module()
     torch.testing.assert_close(graph(x, attention_mask=padding), layer(x, attention_mask=padding))
     assert bool(graph(x, attention_mask=padding.tril())[0].isnan().all())
+
+
+@torch.no_grad()
+def test_untied_attention_keeps_every_weight() -> None:
+    model = build("bert").double()
+    part: Any = model.bert.encoder.layer[0].attention
+    x = torch.randn(B, N, D, dtype=torch.float64)
+    q, k, v = (
+        linear(x).unflatten(-1, (H, -1)).transpose(1, 2)
+        for linear in (part.self.query, part.self.key, part.self.value)
+    )
+    heads = null_key_attention(q, k, v, scale=part.self.scaling / 2, value_scale=0.3)
+    expected = part.output.dense(heads.transpose(1, 2).flatten(2))
+    lf.convert_attention(model, null_key=True)
+    layer = layers(model)[0]
+    assert isinstance(layer.attention, NullKeyAttention)
+    torch.testing.assert_close(layer(x)[0], expected, rtol=1e-6, atol=1e-6)
+
+
+def test_untied_attention_of_other_widths_is_left() -> None:
+    wide = x_transformer(Encoder, attn_dim_head=D)
+    with pytest.raises(ValueError, match="its heads are of another width than 4"):
+        lf.convert_attention(wide, null_key=True)
 
 
 def test_what_hosts_ask_for_beyond_masks_is_refused() -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 # The logit of a padded key lies this much below the logit of any query's own key: exp of it is zero
 # in every dtype, and the number itself is finite in every dtype, so gradients stay finite too.
-_PADDED = 1e4
+PADDED = 1e4
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Augmented:
     ones: int | None
 
 
-def _split(x: Tensor, dtype: torch.dtype, units: tuple[float, ...]) -> list[Tensor]:
+def split_in_units(x: Tensor, dtype: torch.dtype, units: tuple[float, ...]) -> list[Tensor]:
     """``x`` as a sum of units times tensors of ``dtype``; the gradient flows through the last, 1."""
     pieces = []
     for unit in units[:-1]:
@@ -55,7 +55,7 @@ def _split(x: Tensor, dtype: torch.dtype, units: tuple[float, ...]) -> list[Tens
     return [*pieces, x.to(dtype)]
 
 
-def _norm_units(dtype: torch.dtype) -> tuple[float, ...]:
+def norm_units(dtype: torch.dtype) -> tuple[float, ...]:
     """Units of the norm columns: more than one in half precision, and float16 ends at 65504.
 
     The last is 1: it multiplies the gradient, which float16 holds only up to the same end.
@@ -76,8 +76,8 @@ def alibi_columns(slopes: Tensor, n: int, dtype: torch.dtype) -> tuple[list[Tens
     product = (slopes.double()[:, None] * place).unsqueeze(-1)
     one = torch.ones((), device=slopes.device, dtype=dtype)
     if dtype in (torch.bfloat16, torch.float16):
-        return [one] * 3, _split(product, dtype, (1.0, 1.0, 1.0))
-    high, low = _split(product, dtype, (1.0, 1.0))
+        return [one] * 3, split_in_units(product, dtype, (1.0, 1.0, 1.0))
+    high, low = split_in_units(product, dtype, (1.0, 1.0))
     minus = -one
     return [one, high, one, low], [high, minus, low, minus]
 
@@ -93,12 +93,12 @@ def augment(
         slopes: ALiBi slopes (H,) or None.
         row_sums: add a column of ones to the keys.
     """
-    units = _norm_units(z.dtype)
+    units = norm_units(z.dtype)
     wide = z.to(torch.promote_types(z.dtype, torch.float32))
     norm = -0.5 * wide.square().sum(-1, keepdim=True)
     if padding is not None:
-        norm = norm.masked_fill(padding[..., None, :, None], -_PADDED)
-    norms = _split(norm, z.dtype, units)
+        norm = norm.masked_fill(padding[..., None, :, None], -PADDED)
+    norms = split_in_units(norm, z.dtype, units)
 
     # Positions come first: kernels add products in order, so the two large terms cancel exactly
     # before anything is added to them.
@@ -121,7 +121,7 @@ def augment(
         start=start,
         width=z.shape[-1],
         norm=start + z.shape[-1],
-        hidden=-_PADDED / units[0],
+        hidden=-PADDED / units[0],
         ones=ones,
     )
 

@@ -130,7 +130,7 @@ def _attend(
     d = y.shape[-1]
     skipped = 0 if queries is None else y.shape[-2] - queries
     temperature = d**-0.5 if scale is None else scale
-    dtype = _kernel_dtype(y)
+    dtype = kernel_dtype(y)
     wide = torch.promote_types(dtype, torch.float32)
     root: Tensor | None = None
     if isinstance(temperature, Tensor) or temperature != 0.5:
@@ -141,7 +141,7 @@ def _attend(
         z = z.masked_fill(padding[..., None, :, None], 0.0)
     z = (z if root is None else z * root).to(dtype)
     tokens = augment(z, padding, slopes, row_sums=dropout_p > 0.0)
-    with _backend():
+    with differentiable_backend():
         out = _kernel(tokens, queries, is_causal, window, bias, dropout_p)
 
     # With dropout the weights of a row no longer sum to one; the reference point is added back with
@@ -177,7 +177,7 @@ def _token_columns(out: Tensor, tokens: Augmented) -> Tensor:
     return pieces[1].transpose(-3, -2)
 
 
-def _kernel_dtype(y: Tensor) -> torch.dtype:
+def kernel_dtype(y: Tensor) -> torch.dtype:
     """The dtype the kernel runs in: autocast's where it would cast, else y's own."""
     device = y.device.type
     if torch.is_autocast_enabled(device) and y.dtype != torch.float64:
@@ -185,7 +185,7 @@ def _kernel_dtype(y: Tensor) -> torch.dtype:
     return y.dtype
 
 
-def _backend() -> AbstractContextManager[None]:
+def differentiable_backend() -> AbstractContextManager[None]:
     """MATH where a fused kernel has no derivative or batching rule, else torch's own choice."""
     if torch.compiler.is_compiling():
         return contextlib.nullcontext()

@@ -24,6 +24,7 @@ from lipformer.functional.spectral.rounding import frobenius_norm
 from lipformer.layers.attention.key_ball import ball_gains
 from lipformer.layers.attention.key_cache import KeyCache
 from lipformer.layers.attention.multihead import L2MultiheadAttention
+from lipformer.layers.attention.self_attention import SelfAttention
 from lipformer.layers.branch import Call
 from lipformer.layers.decoding import register_step
 from lipformer.layers.layer import linear_of, register_bake
@@ -31,7 +32,8 @@ from lipformer.layers.per_head import Divisor, PerHead, per_head
 from lipformer.layers.spectral import rounding_margin
 
 
-def _norm(weight: Tensor) -> Tensor:
+def head_norms(weight: Tensor) -> Tensor:
+    """Spectral norms of weights (*, m, n), (*) in float64, rounded up."""
     # The factor covers the rounding of a float64 product that formed the weight.
     return enlarge(spectral_norm_bound(weight).double())
 
@@ -47,7 +49,7 @@ def joint_bound(q: Tensor, m: Tensor, gains: Tensor) -> Tensor:
         m: output matrices (H, d, D).
         gains: :math:`G_h` (H,).
     """
-    return _norm(q.flatten(0, 1)) * _norm((gains[:, None, None] * m).flatten(0, 1))
+    return head_norms(q.flatten(0, 1)) * head_norms((gains[:, None, None] * m).flatten(0, 1))
 
 
 def joint_bound_minimum(q: Tensor, m: Tensor, gains: Tensor) -> Tensor:
@@ -57,7 +59,7 @@ def joint_bound_minimum(q: Tensor, m: Tensor, gains: Tensor) -> Tensor:
     :math:`a = 1`, :math:`a = G`, the balance of each head's own norms, and the sum over heads of
     :math:`G_h \|W_h\| \|M_h\|`, which is smaller when one head dominates.
     """
-    own_q, own_m = _norm(q), _norm(m)
+    own_q, own_m = head_norms(q), head_norms(m)
     one = torch.ones_like(gains)
     tiny = torch.finfo(torch.float64).tiny
     balance = ((gains * own_m).clamp_min(tiny) / own_q.clamp_min(tiny)).sqrt().clamp(1e-6, 1e6)
@@ -69,18 +71,20 @@ def joint_bound_minimum(q: Tensor, m: Tensor, gains: Tensor) -> Tensor:
     return torch.stack(ways).amin()
 
 
-def token_bound(q: Tensor, m: Tensor, gains: Tensor) -> Tensor:
-    r"""Theorem D for H heads: :math:`\|M\| \sqrt{\sum_h G_h^2 \|W_h\|^2}`."""
-    return _norm(m.flatten(0, 1)) * (gains * _norm(q)).square().sum().sqrt()
+def token_bound_minimum(own: Tensor, m: Tensor, gains: Tensor) -> Tensor:
+    r"""The smallest of Theorem D with the gains on either side, and the sum over heads.
 
+    Theorem D for H heads is :math:`\|M\| \sqrt{\sum_h G_h^2 \|W_h\|^2}`.
 
-def token_bound_minimum(q: Tensor, m: Tensor, gains: Tensor) -> Tensor:
-    r"""The smallest of Theorem D with the gains on either side, and the sum over heads."""
-    own = _norm(q)
+    Args:
+        own: :math:`\|W_h\|` (H,).
+        m: output matrices (H, d, D).
+        gains: :math:`G_h` (H,).
+    """
     ways = [
-        token_bound(q, m, gains),
-        _norm((gains[:, None, None] * m).flatten(0, 1)) * own.square().sum().sqrt(),
-        (gains * own * _norm(m)).sum(),
+        head_norms(m.flatten(0, 1)) * (gains * own).square().sum().sqrt(),
+        head_norms((gains[:, None, None] * m).flatten(0, 1)) * own.square().sum().sqrt(),
+        (gains * own * head_norms(m)).sum(),
     ]
     return torch.stack(ways).amin()
 
@@ -123,8 +127,8 @@ def linf_bound_kim2021(q: Tensor, v: Tensor, o: Tensor, spreads: Tensor, growth:
     return (4.0 * growth * spreads.amax() + growth * d**-0.5) * linf_norm(o) * pair * linf_norm(v).amax()
 
 
-def length(layer: L2MultiheadAttention, ask: Ask) -> float:
-    """The number of keys to certify for: the question's, the layer's, or any (math.inf)."""
+def asked_length(layer: SelfAttention, ask: Ask) -> int | None:
+    """The number of tokens to certify for: the question's or the layer's; None if neither says."""
     if ask.in_forward and ask.seq_len is not None and (layer.max_len or math.inf) > ask.seq_len:
         raise ask.refuse(
             f"divided for seq_len={ask.seq_len}, it takes longer inputs (max_len={layer.max_len})",
@@ -135,7 +139,12 @@ def length(layer: L2MultiheadAttention, ask: Ask) -> float:
             f"seq_len={ask.seq_len} exceeds the layer's max_len={layer.max_len}",
             f"seq_len <= {layer.max_len}, or a layer with a larger max_len",
         )
-    n = ask.seq_len if ask.seq_len is not None else layer.max_len
+    return ask.seq_len if ask.seq_len is not None else layer.max_len
+
+
+def length(layer: L2MultiheadAttention, ask: Ask) -> float:
+    """The number of keys to certify for: the question's, the layer's, or any (math.inf)."""
+    n = asked_length(layer, ask)
     if n is not None:
         return n
     if layer.window is None and layer.slopes is None and not _any_number(layer, ask):
@@ -272,8 +281,10 @@ def attention_bound(layer: L2MultiheadAttention, ask: Ask, head_scale: Tensor | 
                 f"log_key_radius={layer.log_key_radius}, log_temperature={layer.log_temperature}",
                 "seq_len=N, a layer with max_len=N, or a smaller key_radius",
             )
-        smallest = token_bound_minimum if ask.norm == "token" else joint_bound_minimum
-        value = smallest(q, m, gains)
+        if ask.norm == "token":
+            value = token_bound_minimum(head_norms(q), m, gains)
+        else:
+            value = joint_bound_minimum(q, m, gains)
         if head_scale is not None:
             gains = gains * head_scale.double()
         value = value + _folding_error(layer) * gains.amax() * q.double().norm()

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from lipformer.certificate.rules import Refuse, refuse_hooks
 from lipformer.functional import l2_attention, l2_attention_step, l2_attention_weights
 from lipformer.functional.attention.checks import check_window
 from lipformer.functional.rounding import without_subnormals
@@ -20,8 +19,8 @@ from lipformer.layers.attention import masks
 from lipformer.layers.attention.key_ball import bounded
 from lipformer.layers.attention.key_cache import KeyCache, extend
 from lipformer.layers.attention.positions import default_slopes, exact_slopes, rotary_angles, rotate
+from lipformer.layers.attention.self_attention import SelfAttention
 from lipformer.layers.constants import Constants
-from lipformer.layers.layer import Layer
 from lipformer.layers.spectral import SpectralLinear
 
 POSITIONS = (None, "alibi", "rotary")
@@ -99,25 +98,7 @@ class Keys(NamedTuple):
     free: Tensor | None
 
 
-def _refuse(reason: str, instead: str) -> Exception:
-    return TypeError(f"L2MultiheadAttention cannot run: {reason}; use {instead}")
-
-
-class _NoFastPath:
-    """Stands where nn.TransformerEncoder looks for a packed input weight.
-
-    An object with ``__torch_function__`` makes it take the plain path, which calls our forward; the
-    fused inference path would compute dot-product attention from the weights behind our back.
-    """
-
-    requires_grad = False
-
-    @classmethod
-    def __torch_function__(cls, *args: object, **kwargs: object) -> object:
-        return NotImplemented
-
-
-class L2MultiheadAttention(Layer):
+class L2MultiheadAttention(SelfAttention):
     r"""Multi-head self-attention with logits :math:`-t_h \|x_i W_h - x_j W_h\|^2`.
 
     .. math:: F(X) = \sum_h P_h Y_h M_h + b, \qquad Y_h = X W_h
@@ -162,11 +143,7 @@ class L2MultiheadAttention(Layer):
         (torch.Size([2, 10, 16]), torch.Size([2, 10, 10]))
     """
 
-    # Attributes that nn.TransformerEncoder and nn.TransformerEncoderLayer read to decide on their
-    # inference fast path; these values keep it off.
-    _qkv_same_embed_dim = False
-    in_proj_bias = None
-    in_proj_weight = _NoFastPath()
+    projections = ("q_proj", "v_proj", "out_proj")
 
     def __init__(
         self,
@@ -262,11 +239,6 @@ class L2MultiheadAttention(Layer):
         super().__setattr__(name, value)
 
     @property
-    def head_dim(self) -> int:
-        """d."""
-        return self.embed_dim // self.num_heads
-
-    @property
     def proj_coeff(self) -> float | None:
         """The bound of the projections' norms, or None."""
         return self.q_proj.coeff if isinstance(self.q_proj, SpectralLinear) else None
@@ -275,21 +247,6 @@ class L2MultiheadAttention(Layer):
     def bounds_keys(self) -> bool:
         """Whether it has a key_radius."""
         return self.log_key_radius is not None
-
-    def check_projections(self, refuse: Refuse = _refuse) -> None:
-        """Raises for projections that are more than the weight and bias that the layer reads of them."""
-        plain = "nn.Linear, whose weight may have torch parametrizations"
-        for name in ("q_proj", "v_proj", "out_proj"):
-            linear = self._modules.get(name)
-            if linear is None:
-                continue
-            if type(linear).forward is not nn.Linear.forward:
-                raise refuse(
-                    f"its {name} is {type(linear).__name__}, whose forward is not that of nn.Linear; "
-                    "the layer reads the weight and bias alone and would ignore the rest",
-                    plain,
-                )
-            refuse_hooks(linear, lambda reason, use: refuse(f"{name}: {reason}", use), plain)  # noqa: B023
 
     def reset_parameters(self) -> None:
         """Initial weights.
@@ -365,13 +322,7 @@ class L2MultiheadAttention(Layer):
             The output, of query's shape, and the weights (B, N, N), (B, H, N, N) if not averaged,
             without B for an input without one, or None.
         """
-        for name, other in (("key", key), ("value", value)):
-            if other is not None and other is not query:
-                raise ValueError(
-                    f"query and {name} must be one and the same tensor (L2 attention is "
-                    f"self-attention with tied weights), got two of shapes {tuple(query.shape)} and "
-                    f"{tuple(other.shape)}"
-                )
+        self._one_tensor(query, key, value)
         x, padding = self._batched(query, key_padding_mask)
         mask = masks.resolve(
             attn_mask,
@@ -453,18 +404,6 @@ class L2MultiheadAttention(Layer):
         out = layout.unbatched(self._output(heads, keys, head_scale), x, self.batch_first)
         return out, cache if self.window is None else cache.latest(self.window - 1)
 
-    def _stored(self) -> Tensor:
-        """A weight as stored, for shape and dtype: each look at a bounded one computes the bound."""
-        raw = self.q_proj._parameters.get("weight")
-        if raw is not None:
-            return raw
-        try:
-            return self.q_proj.get_parameter("parametrizations.weight.original")
-        except AttributeError:
-            # Of several originals, as those of weight_norm, none is like the weight; a wrapper has none.
-            self.check_projections()
-            return self.q_proj.weight
-
     def _slopes(self, y: Tensor) -> Tensor | None:
         """The ALiBi slopes (H,)."""
         return None if self.slopes is None else self.constants(self.slopes, y.device, torch.float32)
@@ -479,9 +418,6 @@ class L2MultiheadAttention(Layer):
             return log_root.exp()[:, None, None]
         root = math.sqrt(2.0 * self.head_dim**-0.5)
         return self._stored().new_full((self.num_heads, 1, 1), root, dtype=self._wide())
-
-    def _wide(self) -> torch.dtype:
-        return torch.promote_types(self._stored().dtype, torch.float32)
 
     def _log_root(self) -> Tensor | float:
         """ln sqrt(2 t_h), (H,) if it is learned."""
@@ -532,6 +468,15 @@ class L2MultiheadAttention(Layer):
         wide = torch.promote_types(bias.dtype, torch.float32)
         return (bias.to(wide) * head_scale.mean()).to(bias.dtype)
 
+    @property
+    def key_width(self) -> int:
+        """Features of a head that a cache keeps of a token: its key."""
+        return self.head_dim
+
+    def new_keys(self, x: Tensor) -> Tensor:
+        """What a cache keeps of the first tokens (B, T, D), (B, H, T, d)."""
+        return self._keys(x, 0).y
+
     def _keys(self, x: Tensor, offset: int) -> Keys:
         """Scaled keys sqrt(2 t) x W, inside their ball, rotated by rotary positions."""
         root = self.root()
@@ -568,20 +513,6 @@ class L2MultiheadAttention(Layer):
             heads = rotate(heads, *keys.angles, back=True)
         weight = self.read_out_weight(keys.root, head_scale)
         return rearrange(heads, "b h n d -> b n (h d)"), weight
-
-    def _batched(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The input as (B, N, D), zero at padded tokens, and its padding (B, N) or None."""
-        x = layout.batched(x, self.embed_dim, self.batch_first)
-        if self.max_len is not None and x.shape[1] > self.max_len:
-            raise ValueError(f"max_len is {self.max_len}, got {x.shape[1]} tokens")
-        dtype = self._stored().dtype
-        if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
-            raise ValueError(f"query must have the layer's dtype {dtype}, got {x.dtype}")
-        padding = layout.padding(mask, x)
-        if padding is not None:
-            # Whatever stands there, NaN included, must not reach the gradients of the weights.
-            x = x.masked_fill(padding.unsqueeze(-1), 0.0)
-        return x, padding
 
     def extra_repr(self) -> str:
         form = "lean" if self.v_proj is None else "paper"

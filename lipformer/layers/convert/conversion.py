@@ -12,9 +12,11 @@ from torch import nn
 
 from lipformer.certificate.rules import kind_of
 from lipformer.layers.attention.multihead import L2MultiheadAttention
+from lipformer.layers.attention.null_key import NullKeyAttention
+from lipformer.layers.attention.self_attention import SelfAttention
 from lipformer.layers.convert.foreign import Parts, known, linear_map
 from lipformer.layers.convert.hosts import HostedAttention
-from lipformer.layers.convert.start import start_near
+from lipformer.layers.convert.start import DotProduct, start_near, start_near_untied
 
 RECORD = "convert_attention"
 """The entry of a Hugging Face config that keeps the options of a conversion."""
@@ -45,11 +47,16 @@ class Conversion:
 
     def __str__(self) -> str:
         """A table: module path, what became of it."""
-        rows = [(path, f"{kind} -> L2MultiheadAttention") for path, kind in self.converted.items()]
+        rows = [(path, f"{kind} -> {self._new(path)}") for path, kind in self.converted.items()]
         rows += [(path, f"left: {reason}") for path, reason in self.left.items()]
         width = max(len(path) for path, _ in rows)
         head = f"{len(self.converted)} of {len(rows)} attention layers converted"
         return "\n".join([head, *(f"{path:<{width}}  {what}" for path, what in rows)])
+
+    def _new(self, path: str) -> str:
+        """The class of the attention at a path."""
+        layer = self.model.get_submodule("" if path == "(all)" else path)
+        return type(layer.attention if isinstance(layer, HostedAttention) else layer).__name__
 
 
 class Site(NamedTuple):
@@ -83,6 +90,9 @@ def convert_attention(model: nn.Module, **kwargs: Any) -> Conversion:
       :math:`W M` with the least-squares :math:`M = W^+ W_V W_O`; what is orthogonal to W is lost.
     * The bias of the values passes through attention unchanged and joins the output's bias.
 
+    With ``null_key=True`` all weights are kept, with :math:`t = s/2` for the logits
+    :math:`s\,q_i \cdot k_j`; the norm of the keys in the logits and the null key are new.
+
     The result is a starting point for fine-tuning, not the same function. Where a model calls the
     attention with two different sequences, the new layer raises ValueError.
 
@@ -90,7 +100,9 @@ def convert_attention(model: nn.Module, **kwargs: Any) -> Conversion:
         model: any module; it is changed in place (unless it is itself an attention layer). Left as they
             are: cross-attention, layers that add keys of their own, normalise queries or have positions
             in their logits, layers with hooks, and classes that are not known.
-        kwargs: options of L2MultiheadAttention, such as causal or positions.
+        kwargs: options of L2MultiheadAttention, such as causal or positions. Or ``null_key=True``: each
+            layer becomes a :class:`NullKeyAttention`, with options of that, which keeps its four
+            matrices, starts several times nearer and has a larger certificate.
 
     Returns:
         The model and what was converted, with device, dtype, dropout and mode of each layer kept; it
@@ -174,7 +186,7 @@ def _note(model: nn.Module, options: Mapping[str, Any], before: set[nn.Module]) 
 
 def _is_converted(part: nn.Module) -> bool:
     """Whether it is a converted layer, or what hosts one."""
-    return isinstance(part, (L2MultiheadAttention, HostedAttention))
+    return isinstance(part, (SelfAttention, HostedAttention))
 
 
 class Left(Exception):
@@ -238,15 +250,19 @@ def _converted(layer: nn.Module, parts: Parts, options: Mapping[str, Any], start
         weights = [*weights[0].chunk(3, -1)]
         biases = [None] * 3 if biases[0] is None else [*biases[0].chunk(3)]
     out, bias = linear_map(parts.out)
-    if biases[2] is not None:
-        through = biases[2].double() @ out.double()
-        bias = through if bias is None else bias.double() + through
-    chosen = options if parts.causal is None else {"causal": parts.causal, **options}
-    new = L2MultiheadAttention(
+    chosen = dict(options)
+    kind: Any = NullKeyAttention if chosen.pop("null_key", False) else L2MultiheadAttention
+    if kind is NullKeyAttention and any(weight.shape != out.shape for weight in weights):
+        raise Left(f"its heads are of another width than {out.shape[1] // parts.heads}")
+    if parts.causal is not None:
+        chosen.setdefault("causal", parts.causal)
+    # Biases of queries and keys have no counterpart in tied attention.
+    kept = (biases[2], bias) if kind is L2MultiheadAttention else (*biases, bias)
+    new = kind(
         out.shape[1],
         parts.heads,
         parts.dropout,
-        bias=bias is not None,
+        bias=any(b is not None for b in kept),
         batch_first=parts.host is not None or bool(getattr(layer, "batch_first", False)),
         device=out.device,
         dtype=out.dtype,
@@ -254,7 +270,9 @@ def _converted(layer: nn.Module, parts: Parts, options: Mapping[str, Any], start
     )
     if start:
         q, k, v = (weight.unflatten(1, (parts.heads, -1)).transpose(0, 1) for weight in weights)
-        start_near(new, q, k, v, out.unflatten(0, (parts.heads, -1)), parts.scale, bias)
+        o = out.unflatten(0, (parts.heads, -1))
+        given = DotProduct(q, k, v, o, biases[0], biases[1], biases[2], bias, parts.scale)
+        (start_near if kind is L2MultiheadAttention else start_near_untied)(new, given)
     new.requires_grad_(out.requires_grad)
     if parts.host is None:
         return new.train(layer.training)

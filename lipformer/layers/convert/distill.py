@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipformer.layers import layout
-from lipformer.layers.attention.multihead import L2MultiheadAttention
+from lipformer.layers.attention.self_attention import SelfAttention
 from lipformer.layers.convert.conversion import attention_parts, attention_sites
 
 
@@ -46,7 +46,7 @@ class _Pair(NamedTuple):
     """A converted layer, its L2 attention, the layer it came from, and what gives the output to meet."""
 
     new: nn.Module
-    attention: L2MultiheadAttention
+    attention: SelfAttention
     old: nn.Module
     result: nn.Module
 
@@ -115,7 +115,7 @@ def _pairs(model: nn.Module, original: nn.Module) -> dict[str, _Pair]:
     theirs = {site.path: site for site in attention_sites(original)}
     pairs: dict[str, _Pair] = {}
     for path, layer in model.named_modules():
-        if isinstance(layer, L2MultiheadAttention):
+        if isinstance(layer, SelfAttention):
             place = path.removesuffix(".attention") if path not in theirs else path
             if place not in theirs:
                 raise ValueError(f"the original has no attention at {path}, where the model has its L2")
@@ -228,7 +228,7 @@ def _tokens(call: _Call) -> Tensor:
     return args[0] if args else next(iter(kwargs.values()))
 
 
-def _valid(seen: Mapping[nn.Module, _Call], attention: L2MultiheadAttention) -> Tensor | None:
+def _valid(seen: Mapping[nn.Module, _Call], attention: SelfAttention) -> Tensor | None:
     """Where tokens are not padded, (B, N) or (N, B) as the layer has them, or None for all."""
     x = layout.batched(_tokens(seen[attention]), attention.embed_dim, attention.batch_first)
     padding = layout.padding(seen[attention][1].get("key_padding_mask"), x)

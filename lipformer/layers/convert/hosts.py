@@ -18,6 +18,7 @@ from lipformer.certificate.bounds import times
 from lipformer.functional.tracing import values_readable
 from lipformer.layers.attention.key_cache import KeyCache
 from lipformer.layers.attention.multihead import L2MultiheadAttention
+from lipformer.layers.attention.null_key import NullKeyAttention
 from lipformer.layers.layer import Layer
 
 
@@ -91,7 +92,7 @@ class HostedAttention(Layer):
 
     def __init__(
         self,
-        attention: L2MultiheadAttention,
+        attention: L2MultiheadAttention | NullKeyAttention,
         is_causal: bool | None,
         after: nn.Module | None = None,
         layer_idx: int | None = None,
@@ -142,7 +143,7 @@ class HostedAttention(Layer):
                 x, key_padding_mask=padding, need_weights=False, attn_mask=attn_mask, is_causal=causal
             )[0]
             if past is not None:
-                new = self.attention._keys(self.attention._batched(x, padding)[0], 0).y
+                new = self.attention.new_keys(self.attention._batched(x, padding)[0])
         else:
             assert past is not None
             out, new = self._step(x, padding, past)
@@ -153,7 +154,7 @@ class HostedAttention(Layer):
 
     def _no_keys(self, x: Tensor) -> Tensor:
         """The past of a first token."""
-        return x.new_empty(x.shape[0], self.attention.num_heads, 0, self.attention.head_dim)
+        return x.new_empty(x.shape[0], self.attention.num_heads, 0, self.attention.key_width)
 
     def _step(self, x: Tensor, padding: Tensor | None, past: Tensor) -> tuple[Tensor, Tensor]:
         if self.attention.window is not None:
@@ -183,7 +184,7 @@ def _same_order(host: str, own: bool | None, given: bool | None) -> None:
 class HuggingFaceAttention(HostedAttention):
     """In the place of the self-attention of a Hugging Face model.
 
-    A cache (DynamicCache) keeps keys alone: values are linear in them.
+    A cache (DynamicCache) keeps what :meth:`new_keys` of the attention gives: keys alone if tied.
     """
 
     def forward(

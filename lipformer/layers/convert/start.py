@@ -1,46 +1,61 @@
-"""The tied L2 attention that is nearest to a dot-product attention."""
+"""Attention with a certificate that starts near a dot-product attention."""
 
 from __future__ import annotations
+
+import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lipformer.layers.attention.multihead import L2MultiheadAttention
+from lipformer.layers.attention.null_key import NullKeyAttention
 
 # Eigenvalues below this share of the largest are raised to it, so that every column of W carries values.
 _LEAST_EIGENVALUE = 1e-2
+# How much values count in the logits of attention with a null key: little at first.
+_VALUE_SCALE = 0.3
+
+
+class DotProduct(NamedTuple):
+    """The weights of dot-product attention of D features and H heads.
+
+    Attributes:
+        q: :math:`W_Q` (H, D, e) of width e, mostly d.
+        k: :math:`W_K` (H, D, e).
+        v: :math:`W_V` (H, D, f) of width f, mostly d.
+        o: :math:`W_O` (H, f, D).
+        q_bias: (H e,), or None.
+        k_bias: (H e,), or None.
+        v_bias: (H f,), or None.
+        bias: of the output (D,), or None.
+        scale: s, of the logits.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    o: Tensor
+    q_bias: Tensor | None
+    k_bias: Tensor | None
+    v_bias: Tensor | None
+    bias: Tensor | None
+    scale: float
 
 
 @torch.no_grad()
-def start_near(
-    layer: L2MultiheadAttention,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    scale: float,
-    bias: Tensor | None,
-) -> None:
+def start_near(layer: L2MultiheadAttention, given: DotProduct) -> None:
     r"""Sets the weights of L2 attention near those of dot-product attention.
 
     Dot-product attention has the logits :math:`s\,x_i S x_j^\top` with :math:`S = W_Q W_K^\top`, L2
     attention :math:`2t\,x_i W W^\top x_j^\top` minus a term of the key's norm (and a constant per row),
     where t starts at :math:`1/\sqrt d`. W is :func:`tied_projection` of :math:`s \sqrt d\, W_Q` and
     :math:`W_K`. Values must be linear in the keys, so that the head's map :math:`W_V W_O` becomes
-    :math:`W M`, M being :func:`value_map`.
-
-    Args:
-        layer: of D features and H heads of width d.
-        q: :math:`W_Q` (H, D, e) of width e, mostly d.
-        k: :math:`W_K` (H, D, e).
-        v: :math:`W_V` (H, D, f) of width f, mostly d.
-        o: :math:`W_O` (H, f, D).
-        scale: s.
-        bias: of the output (D,), or None.
+    :math:`W M`, M being :func:`value_map`. Weights that sum to one pass on the bias of the values.
     """
     heads, d = layer.num_heads, layer.head_dim
-    q, k, v, o = (part.double() for part in (q, k, v, o))
-    wanted = tied_projection(scale * d**0.5 * q, k, d)
+    q, k, v, o = (part.double() for part in given[:4])
+    wanted = tied_projection(given.scale * d**0.5 * q, k, d)
     _assign(layer.q_proj, wanted.mT.flatten(0, 1))
     # With proj_coeff the weight has another size than the one assigned; the temperature makes up for it.
     tied = layer.q_proj.weight.double().unflatten(0, (heads, -1)).mT
@@ -58,8 +73,32 @@ def start_near(
         paper = torch.linalg.pinv(image, hermitian=True, rtol=1e-9) @ v
         _assign(layer.v_proj, paper.mT.flatten(0, 1))
         _assign(layer.out_proj, o.flatten(0, 1).mT)
-    if layer.out_proj.bias is not None and bias is not None:
-        layer.out_proj.bias.copy_(bias)
+    if given.bias is not None:
+        layer.out_proj.bias.copy_(given.bias)
+    if given.v_bias is not None:
+        layer.out_proj.bias.add_(given.v_bias.double() @ given.o.double().flatten(0, 1))
+
+
+@torch.no_grad()
+def start_near_untied(layer: NullKeyAttention, given: DotProduct) -> None:
+    r"""Sets the weights of attention with a null key to those of dot-product attention.
+
+    :math:`-t\|q_i - k_j\|^2` is :math:`s\,q_i \cdot k_j` for :math:`t = s/2`, minus the norms. Distances
+    see the difference of the two biases alone.
+    """
+    for linear, weight in zip((layer.q_proj, layer.k_proj, layer.v_proj), given[:3], strict=True):
+        linear.weight.copy_(weight.mT.flatten(0, 1))
+    layer.out_proj.weight.copy_(given.o.flatten(0, 1).mT)
+    layer.log_temperature.fill_(math.log(given.scale / 2.0))
+    layer.log_value_scale.fill_(math.log(_VALUE_SCALE))
+    for bias, own, sign in (
+        (given.q_bias, layer.q_proj.bias, 1.0),
+        (given.k_bias, layer.q_proj.bias, -1.0),
+        (given.v_bias, layer.v_proj.bias, 1.0),
+        (given.bias, layer.out_proj.bias, 1.0),
+    ):
+        if bias is not None:
+            own.add_(bias, alpha=sign)
 
 
 def tied_projection(q: Tensor, k: Tensor, width: int | None = None) -> Tensor:
