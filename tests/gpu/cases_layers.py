@@ -90,6 +90,11 @@ def weight() -> Tensor:
     return torch.randn(6, 8)
 
 
+def context() -> Tensor:
+    """A vector for each sample."""
+    return torch.randn(2, 3)
+
+
 FORMS: list[dict[str, Any]] = [
     {},
     {"bias": False},
@@ -191,6 +196,7 @@ LAYERS = by_name(
         Case(new(lf.Residual, CONTRACTIVE), named={"key_padding_mask": padding}),
         Case(new(lf.ConvexResidual, CONTRACTIVE), named={"key_padding_mask": padding}),
         Case(new(lf.TokenShift, 8), named={"key_padding_mask": padding}),
+        Case(new(lf.layers.ContextBias, 8, 3), named={"context": context}),
         Case(new(dot_product), call=distilled, trains=False),
         Case(
             new(HuggingFaceAttention, attention(causal=True, value_proj=False), True),
