@@ -226,8 +226,9 @@ FLOWS = by_name(
         ),
         *(
             case(made, call=log_prob, named={"context": form}, compared=DRAWN)
-            for made in CONDITIONAL_FLOWS
-            for form in (context, context_tokens)
+            for made, form in zip(
+                CONDITIONAL_FLOWS, (context, context_tokens, context_tokens), strict=True
+            )
         ),
         *(
             case(made, call=sample, named=GIVEN, trains=False, compared=DRAWN)

