@@ -53,12 +53,15 @@ class ContextEncoder(nn.Module):
                 are zero.
         """
         padded = padding(key_padding_mask, context)
-        features = F.silu(self.features(without_padding(context, padded)))
-        scores = self.scores(features)
-        if padded is not None:
-            scores = scores.masked_fill(padded.unsqueeze(-1), -torch.inf)
-        weights = without_padding(scores.softmax(-2), padded)
-        return (weights * self.values(features)).sum(-2)
+        # Under autocast samples and densities would be those of rounded contexts.
+        with torch.autocast(context.device.type, enabled=False):
+            tokens = without_padding(context.to(self.features.weight.dtype), padded)
+            features = F.silu(self.features(tokens))
+            scores = self.scores(features)
+            if padded is not None:
+                scores = scores.masked_fill(padded.unsqueeze(-1), -torch.inf)
+            weights = without_padding(scores.softmax(-2), padded)
+            return (weights * self.values(features)).sum(-2)
 
     def extra_repr(self) -> str:
         return f"{self.context_dim}, {self.width}"

@@ -364,9 +364,11 @@ def test_copies_are_the_same_density(kind: str) -> None:
     with torch.inference_mode():
         assert torch.equal(flow.log_prob(x.clone(), context=c.clone()), expected)
         flow.sample(3, 4, context=c.clone())
+    x, c = x.float(), c.float()
+    expected = flow.float().log_prob(x, context=c)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        flow.float().log_prob(x.float(), context=c.float())
-        flow.sample(3, 4, context=c.float())
+        torch.testing.assert_close(flow.log_prob(x, context=c), expected, rtol=0, atol=1e-3)
+        assert flow.sample(3, 4, context=c).shape == (3, 4, 2)
 
 
 @pytest.mark.slow
