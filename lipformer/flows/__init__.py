@@ -18,6 +18,7 @@ from lipformer.flows.adapters import (
 )
 from lipformer.flows.attention_flow import AttentionFlow
 from lipformer.flows.composition import Flow, InvertibleSequential
+from lipformer.flows.context import ContextAffine, ContextEncoder
 from lipformer.flows.invertible_residual import InvertibleResidual
 from lipformer.flows.linear import InvertibleLinear, Permutation
 from lipformer.flows.log_det.exact import supports_causal
@@ -28,6 +29,8 @@ from lipformer.flows.solve.fixed_point import NotConverged, Record, solve_fixed_
 __all__ = [
     "ActNorm",
     "AttentionFlow",
+    "ContextAffine",
+    "ContextEncoder",
     "Flow",
     "InvertibleLinear",
     "InvertibleResidual",

@@ -11,9 +11,10 @@ from torch.distributions import Distribution
 
 from lipformer.flows.act_norm import ActNorm
 from lipformer.flows.composition import Flow
+from lipformer.flows.context import ContextAffine, ContextEncoder
 from lipformer.flows.invertible_residual import InvertibleResidual
 from lipformer.flows.linear import InvertibleLinear, Permutation
-from lipformer.layers import L2MultiheadAttention, LipSwish, SpectralLinear
+from lipformer.layers import ContextBias, L2MultiheadAttention, LipSwish, SpectralLinear
 
 LINEAR = {"plu": InvertibleLinear, "permutation": Permutation}
 
@@ -26,8 +27,12 @@ def attention_branch(
     causal: bool,
     positions: str | None,
     key_radius: float | None,
+    context_dim: int | None,
 ) -> nn.Module:
-    """Attention of tokens (B, T, D), if ``width`` is given on that many smooth features of them."""
+    """Attention of tokens (B, T, D), if ``width`` is given on that many smooth features of them.
+
+    These depend on the context as well. Attention alone does not: it does not see a common translation.
+    """
     attention = L2MultiheadAttention(
         width or dim,
         num_heads,
@@ -40,16 +45,27 @@ def attention_branch(
     )
     if width is None:
         return attention
-    return nn.Sequential(SpectralLinear(dim, width), LipSwish(), attention, SpectralLinear(width, dim))
+    features = smooth_features(dim, width, context_dim)
+    return nn.Sequential(*features, attention, SpectralLinear(width, dim))
 
 
-def feed_forward_branch(dim: int, hidden: Sequence[int]) -> nn.Sequential:
-    """SpectralLinear layers of these widths with LipSwish between: smooth, so that densities are."""
-    widths = [dim, *hidden, dim]
+def smooth_features(dim: int, width: int, context_dim: int | None) -> list[nn.Module]:
+    """LipSwish(W x + w), or LipSwish(W x + w + U c) with a context c: smooth, so that densities are."""
+    bias = [] if context_dim is None else [ContextBias(width, context_dim)]
+    return [SpectralLinear(dim, width), *bias, LipSwish()]
+
+
+def feed_forward_branch(dim: int, hidden: Sequence[int], context_dim: int | None) -> nn.Sequential:
+    """Smooth features of these widths, one made of another, and a linear map back."""
     layers: list[nn.Module] = []
-    for before, after in itertools.pairwise(widths):
-        layers += [SpectralLinear(before, after), LipSwish()]
-    return nn.Sequential(*layers[:-1])
+    for before, after in itertools.pairwise([dim, *hidden]):
+        layers += smooth_features(before, after, context_dim)
+    return nn.Sequential(*layers, SpectralLinear([dim, *hidden][-1], dim))
+
+
+def normalising(dim: int, context_dim: int | None) -> list[nn.Module]:
+    """A shift and scale of every feature; with a context a second one, which depends on it."""
+    return [ActNorm(dim), *([] if context_dim is None else [ContextAffine(dim, context_dim)])]
 
 
 class AttentionFlow(Flow):
@@ -59,7 +75,9 @@ class AttentionFlow(Flow):
     :class:`InvertibleResidual` around attention and around a feed-forward network. Without a mask f is
     permutation equivariant: a density of sets. With ``mode="causal"`` each token sees the earlier ones
     only, which costs much less of the attention's strength (Theorem E) and makes the log-determinant
-    exact and cheap: a density of sequences.
+    exact and cheap: a density of sequences. With ``context_dim`` it is a density for each context,
+    p(x | c): an encoder makes one vector of the context, on which the branches' features depend, and
+    beside every ActNorm stands a :class:`ContextAffine`.
 
     Args:
         dim: D, the number of features of a token.
@@ -79,6 +97,8 @@ class AttentionFlow(Flow):
             :class:`InvertibleResidual`. The feed-forward's are always exact, by derivatives of single
             tokens.
         linear: None, "plu" (:class:`InvertibleLinear`) or "permutation".
+        context_dim: C of contexts (B, C) or (B, S, C), see :class:`Flow`; None for none. The encoder
+            makes vectors of as many features as the feed-forward's first layer has.
         base: distribution of the noise, see :class:`Flow`.
         probes: random probes of an estimated log-determinant.
         terms: terms of the power series, see :class:`InvertibleResidual`.
@@ -109,6 +129,7 @@ class AttentionFlow(Flow):
         seq_len: int | None = None,
         log_det: str | None = None,
         linear: str | None = None,
+        context_dim: int | None = None,
         base: Distribution | None = None,
         probes: int = 1,
         terms: int | None = None,
@@ -125,22 +146,30 @@ class AttentionFlow(Flow):
         if positions == "auto":
             positions = "alibi" if causal else None
         widths = (hidden,) if isinstance(hidden, int) else tuple(hidden)
+        encoder = None if context_dim is None else ContextEncoder(context_dim, (*widths, dim)[0])
+        given = None if encoder is None else encoder.width
         blocks: list[nn.Module] = []
         for _ in range(depth):
-            blocks.append(ActNorm(dim))
+            blocks += normalising(dim, given)
             if linear is not None:
                 blocks.append(LINEAR[linear](dim))
             attention = attention_branch(
-                dim, num_heads, width=width, causal=causal, positions=positions, key_radius=key_radius
+                dim,
+                num_heads,
+                width=width,
+                causal=causal,
+                positions=positions,
+                key_radius=key_radius,
+                context_dim=given,
             )
             options: dict[str, Any] = {"seq_len": seq_len, "probes": probes, "terms": terms}
             blocks.append(InvertibleResidual(attention, coeff, mode, log_det=log_det, **options))
             for _ in range(feed_forwards):
-                feed_forward = feed_forward_branch(dim, widths)
+                feed_forward = feed_forward_branch(dim, widths, given)
                 blocks.append(InvertibleResidual(feed_forward, coeff, log_det="causal"))
-        blocks.append(ActNorm(dim))
-        super().__init__(blocks, base, dim=dim, seq_len=seq_len)
+        blocks += normalising(dim, given)
+        super().__init__(blocks, base, dim=dim, seq_len=seq_len, encoder=encoder)
         self.causal = causal
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, causal={self.causal}"
+        return f"{super().extra_repr()}, causal={self.causal}, context_dim={self.context_dim}"

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 from lipformer.certificate import Ask, Bound, register_bound, times
 from lipformer.flows.act_norm import ActNorm
+from lipformer.flows.context import Context, encode_context
 from lipformer.flows.log_det.methods import LogDet
 from lipformer.flows.solve.fixed_point import Record
+from lipformer.layers.branch import check_context
 from lipformer.layers.layer import Layer
 from lipformer.layers.layout import padding, without_padding
 from lipformer.layers.one_pass import OnePass
@@ -39,15 +41,25 @@ def _takes(function: Callable[..., Any], option: str) -> bool:
     return option in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
-def run(block: nn.Module, direction: str, x: Tensor, mask: Tensor | None, **options: Any) -> Any:
+def run(
+    block: nn.Module,
+    direction: str,
+    x: Tensor,
+    mask: Tensor | None,
+    context: Tensor | None = None,
+    **options: Any,
+) -> Any:
     """One of a block's four methods, with those of the options that it takes and that are not None.
 
-    A mask is never left out: a block that cannot take it raises.
+    A mask is never left out: a block that cannot take it raises. A context is for the blocks whose
+    ``context_dim`` is not None.
     """
     function = getattr(type(block), direction)
     given = {k: v for k, v in options.items() if v is not None and _takes(function, k)}
     if mask is not None:
         given["key_padding_mask"] = mask
+    if context is not None and getattr(block, "context_dim", None) is not None:
+        given["context"] = context
     # Called as a module, so that hooks run.
     return (block if direction == "forward" else getattr(block, direction))(x, **given)
 
@@ -88,30 +100,48 @@ class InvertibleSequential(OnePass, nn.Sequential):
         """The blocks' records of the last inverse, in their order; None where it takes no solve."""
         return tuple(getattr(block, "record", None) for block in self)
 
-    def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        """(B, T, D) -> (B, T, D); ``key_padding_mask`` (B, T) is True at padded tokens."""
+    @property
+    def context_dim(self) -> int | None:
+        """C of the contexts (B, C) that blocks take, or None."""
+        dims = (getattr(block, "context_dim", None) for block in self)
+        return next((dim for dim in dims if dim is not None), None)
+
+    def forward(
+        self, x: Tensor, key_padding_mask: Tensor | None = None, context: Tensor | None = None
+    ) -> Tensor:
+        """(B, T, D) -> (B, T, D).
+
+        Args:
+            x: (B, T, D).
+            key_padding_mask: (B, T), True at padded tokens.
+            context: (B, C), which goes to the blocks that take one.
+        """
+        check_context(self, context, x)
         with self.one_pass():
             for block in self:
-                x = run(block, "forward", x, key_padding_mask)
+                x = run(block, "forward", x, key_padding_mask, context)
         return x
 
     def inverse(
         self,
         y: Tensor,
         key_padding_mask: Tensor | None = None,
+        context: Tensor | None = None,
         *,
         tol: float | None = None,
         max_iter: int | None = None,
     ) -> Tensor:
         """(B, T, D) -> (B, T, D); tol and max_iter hold for each block, None is its default."""
+        check_context(self, context, y)
         for block in reversed(self):
-            y = run(block, "inverse", y, key_padding_mask, tol=tol, max_iter=max_iter)
+            y = run(block, "inverse", y, key_padding_mask, context, tol=tol, max_iter=max_iter)
         return y
 
     def forward_and_log_det(
         self,
         x: Tensor,
         key_padding_mask: Tensor | None = None,
+        context: Tensor | None = None,
         *,
         method: str | None = None,
         generator: torch.Generator | None = None,
@@ -121,17 +151,21 @@ class InvertibleSequential(OnePass, nn.Sequential):
         Args:
             x: (B, T, D).
             key_padding_mask: (B, T), True (or -inf) at padded tokens.
+            context: (B, C), which goes to the blocks that take one.
             method: of the blocks' log-determinants, instead of their own; a block built with
                 log_det="causal" keeps it, as an estimate would only add noise.
             generator: of random log-determinants.
         """
         with self.one_pass():
-            return self._add_up("forward_and_log_det", x, key_padding_mask, method, generator=generator)
+            return self._add_up(
+                "forward_and_log_det", x, key_padding_mask, context, method, generator=generator
+            )
 
     def inverse_and_log_det(
         self,
         y: Tensor,
         key_padding_mask: Tensor | None = None,
+        context: Tensor | None = None,
         *,
         method: str | None = None,
         generator: torch.Generator | None = None,
@@ -140,16 +174,24 @@ class InvertibleSequential(OnePass, nn.Sequential):
     ) -> tuple[Tensor, Tensor]:
         """The input (B, T, D) and log|det| of the inverse (B,); arguments as above."""
         options = {"generator": generator, "tol": tol, "max_iter": max_iter}
-        return self._add_up("inverse_and_log_det", y, key_padding_mask, method, **options)
+        return self._add_up("inverse_and_log_det", y, key_padding_mask, context, method, **options)
 
     def _add_up(
-        self, direction: str, x: Tensor, mask: Tensor | None, method: str | None, **options: Any
+        self,
+        direction: str,
+        x: Tensor,
+        mask: Tensor | None,
+        context: Tensor | None,
+        method: str | None,
+        **options: Any,
     ) -> tuple[Tensor, Tensor]:
+        check_context(self, context, x)
         total = x.new_zeros(x.shape[0])
         records: list[LogDet] = []
         for block in self if direction == "forward_and_log_det" else reversed(self):
             fixed = getattr(block, "log_det_method", None) == "causal"
-            x, log_det = run(block, direction, x, mask, method=None if fixed else method, **options)
+            chosen = None if fixed else method
+            x, log_det = run(block, direction, x, mask, context, method=chosen, **options)
             total = total + log_det
             record = getattr(block, "log_det_record", None)
             if record is not None:
@@ -179,6 +221,10 @@ class Flow(Layer):
     deterministic: exact where that is affordable, else a series whose errors ``log_det_record`` tells;
     in training mode an unbiased estimate (see :func:`residual_log_det`, "auto").
 
+    A flow whose blocks take a context c is a density p(x | c) for every c. Its methods take ``context``:
+    vectors (B, C), one for each event; with an encoder also tokens (B, S, C), or the pair of tokens and
+    their padding mask (B, S). A batch of one, or a vector (C,), is the context of all events.
+
     Args:
         blocks: a stack, or its blocks in the order from data to noise.
         base: distribution of the noise, an object with ``log_prob`` and ``sample``: of numbers, of
@@ -187,6 +233,8 @@ class Flow(Layer):
             ``validate_args=False`` torch makes the host wait for each check.
         dim: D; None for that of the base or of the first block that has one.
         seq_len: the largest T; None for that of the base, or any.
+        encoder: makes of context tokens the vectors that the blocks take, such as
+            :class:`ContextEncoder`; it has an attribute ``context_dim``.
 
     Example:
         >>> import lipformer as lf
@@ -202,11 +250,13 @@ class Flow(Layer):
         *,
         dim: int | None = None,
         seq_len: int | None = None,
+        encoder: nn.Module | None = None,
     ) -> None:
         super().__init__()
         stack = isinstance(blocks, InvertibleSequential)
         self.blocks = cast(InvertibleSequential, blocks) if stack else InvertibleSequential(*blocks)
         self.base = base
+        self.encoder = encoder
         shape = _shape(base)
         dims = [*shape[-1:], *(cast(int, block.dim) for block in self.blocks if hasattr(block, "dim"))]
         self.dim = dim if dim is not None else next(iter(dims), None)
@@ -222,8 +272,17 @@ class Flow(Layer):
         """The blocks' records of the last inverse or sample."""
         return self.blocks.record
 
+    @property
+    def context_dim(self) -> int | None:
+        """C of the contexts that the flow takes, or None."""
+        if self.encoder is None:
+            return self.blocks.context_dim
+        return cast(int, self.encoder.context_dim)
+
     @torch.no_grad()
-    def initialize(self, x: Tensor, key_padding_mask: Tensor | None = None) -> None:
+    def initialize(
+        self, x: Tensor, key_padding_mask: Tensor | None = None, context: Context = None
+    ) -> None:
         """Sets every ActNorm that is not set yet by a batch of data (B, T, D).
 
         The first batch in training mode does the same. Call this before torch.compile, under which no
@@ -233,50 +292,75 @@ class Flow(Layer):
         try:
             for part, _ in norms:
                 part.training = True
-            self(x, key_padding_mask)
+            self(x, key_padding_mask, context)
         finally:
             for part, training in norms:
                 part.training = training
 
-    def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, key_padding_mask: Tensor | None = None, context: Context = None
+    ) -> Tensor:
         """Data to noise, (B, T, D) -> (B, T, D)."""
-        return self.blocks(self._checked(x), key_padding_mask)
+        return self.blocks(self._checked(x), key_padding_mask, self._encoded(context, x))
 
-    def inverse(self, y: Tensor, key_padding_mask: Tensor | None = None, **options: Any) -> Tensor:
+    def inverse(
+        self,
+        y: Tensor,
+        key_padding_mask: Tensor | None = None,
+        context: Context = None,
+        **options: Any,
+    ) -> Tensor:
         """Noise to data, (B, T, D) -> (B, T, D); options of :meth:`InvertibleSequential.inverse`."""
-        return self.blocks.inverse(self._checked(y), key_padding_mask, **options)
+        given = self._checked(y), key_padding_mask, self._encoded(context, y)
+        return self.blocks.inverse(*given, **options)
 
     def forward_and_log_det(
-        self, x: Tensor, key_padding_mask: Tensor | None = None, **options: Any
+        self,
+        x: Tensor,
+        key_padding_mask: Tensor | None = None,
+        context: Context = None,
+        **options: Any,
     ) -> tuple[Tensor, Tensor]:
         """The noise (B, T, D) and log|det| (B,); options of the stack's method of this name."""
-        return self.blocks.forward_and_log_det(self._checked(x), key_padding_mask, **options)
+        given = self._checked(x), key_padding_mask, self._encoded(context, x)
+        return self.blocks.forward_and_log_det(*given, **options)
 
     def inverse_and_log_det(
-        self, y: Tensor, key_padding_mask: Tensor | None = None, **options: Any
+        self,
+        y: Tensor,
+        key_padding_mask: Tensor | None = None,
+        context: Context = None,
+        **options: Any,
     ) -> tuple[Tensor, Tensor]:
         """The data (B, T, D) and log|det| of the inverse (B,); options of the stack's method."""
-        return self.blocks.inverse_and_log_det(self._checked(y), key_padding_mask, **options)
+        given = self._checked(y), key_padding_mask, self._encoded(context, y)
+        return self.blocks.inverse_and_log_det(*given, **options)
+
+    def _encoded(self, context: Context, x: Tensor) -> Tensor | None:
+        """The vectors (B, E) that the blocks get for a context of x (B, T, D)."""
+        return encode_context(context, x, self.context_dim, self.encoder)
 
     def log_prob(
         self,
         x: Tensor,
         key_padding_mask: Tensor | None = None,
         *,
+        context: Context = None,
         method: str | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """log p(x) of each sequence or set, (B,); padded tokens do not count.
+        """log p(x), or log p(x | context), of each sequence or set, (B,); padded tokens do not count.
 
         Args:
             x: data (B, T, D).
             key_padding_mask: (B, T), True (or -inf) at padded tokens.
+            context: (B, C) or (B, S, C), see :class:`Flow`.
             method: "exact", "causal", "series" or "roulette", see
                 :meth:`InvertibleSequential.forward_and_log_det`.
             generator: of random log-determinants.
         """
         noise, log_det = self.forward_and_log_det(
-            x, key_padding_mask, method=method, generator=generator
+            x, key_padding_mask, context, method=method, generator=generator
         )
         return self._base_log_prob(noise, padding(key_padding_mask, x)) + log_det
 
@@ -287,6 +371,7 @@ class Flow(Layer):
         seq_len: int | None = None,
         *,
         key_padding_mask: Tensor | None = None,
+        context: Context = None,
         generator: torch.Generator | None = None,
         tol: float | None = None,
         max_iter: int | None = None,
@@ -298,6 +383,8 @@ class Flow(Layer):
             seq_len: tokens of each; default the flow's own ``seq_len``.
             key_padding_mask: (n, seq_len), True at tokens to leave out: they are zero, and the others
                 are drawn as samples of their number.
+            context: of n samples (n, C) or (n, S, C), one for each; of one for all (C,), (1, C) or
+                (1, S, C).
             generator: of the noise.
             tol: of the inverse, for each block.
             max_iter: of the inverse, for each block.
@@ -308,7 +395,8 @@ class Flow(Layer):
                 raise ValueError(f"sample needs {name}: the flow was built without one")
         noise = self._base_sample((n, cast(int, tokens), cast(int, self.dim)), generator)
         padded = padding(key_padding_mask, noise)
-        return without_padding(self.inverse(noise, key_padding_mask, tol=tol, max_iter=max_iter), padded)
+        x = self.inverse(noise, key_padding_mask, context, tol=tol, max_iter=max_iter)
+        return without_padding(x, padded)
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, seq_len={self.seq_len}, base={self.base}"

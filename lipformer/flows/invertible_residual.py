@@ -19,6 +19,7 @@ from lipformer.flows.masked_branch import (
     check_tokens,
     masked_branch,
     refuse_dropout,
+    wide_call,
 )
 from lipformer.flows.solve.causal import solve_causal
 from lipformer.flows.solve.fixed_point import Branch, Record, solve_fixed_point
@@ -26,7 +27,7 @@ from lipformer.flows.solve.implicit import attach_gradient
 from lipformer.flows.solve.norms import DUAL_MEASURES, MEASURES
 from lipformer.functional.norms import NORMS
 from lipformer.layers import Contractive, frozen, layout
-from lipformer.layers.branch import Call
+from lipformer.layers.branch import Call, check_context, context_dim_of
 from lipformer.layers.decoding import Cache, register_step, select_cache, step_module
 from lipformer.layers.freezing import Freezable
 from lipformer.layers.layer import bake_in_place, register_bake
@@ -47,7 +48,9 @@ class InvertibleResidual(Freezable):
     limit. The bound UB is recomputed from the weights in each forward pass, so the condition holds after
     every optimiser step, load or copy.
 
-    Tokens are batch first, (B, T, D). Padded tokens pass unchanged and influence no other.
+    Tokens are batch first, (B, T, D). Padded tokens pass unchanged and influence no other. A branch that
+    takes a context (B, C), as one with a :class:`ContextBias` does, gets the one that is given; the
+    block is invertible in x for every context.
 
     Args:
         branch: any certifiable module that keeps the shape of its input; in mode "causal" causal or
@@ -67,6 +70,7 @@ class InvertibleResidual(Freezable):
 
     Attributes:
         branch: f, a Contractive.
+        context_dim: C of the contexts that the branch takes, or None.
         record: the :class:`Record` of the last inverse, or None; neither saved nor copied.
         log_det_record: the :class:`LogDet` of the last log-determinant, without its graph, likewise.
 
@@ -111,6 +115,7 @@ class InvertibleResidual(Freezable):
                 )
         norm = "self" if mode == "causal" else norm
         self.branch: nn.Module = Contractive(branch, coeff, norm=norm, seq_len=seq_len)
+        self.context_dim = context_dim_of(branch)
         self.mode = mode
         if log_det == "causal":
             check_causal(branch)
@@ -151,15 +156,29 @@ class InvertibleResidual(Freezable):
         assert self._baked is not None
         return torch.tensor(NORMS.index(self._baked[1]))
 
-    def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        """x + f(x), (B, T, D) -> (B, T, D); ``key_padding_mask`` (B, T) is True at padded tokens."""
+    def forward(
+        self, x: Tensor, key_padding_mask: Tensor | None = None, context: Tensor | None = None
+    ) -> Tensor:
+        """x + f(x), (B, T, D) -> (B, T, D).
+
+        Args:
+            x: (B, T, D).
+            key_padding_mask: (B, T), True at padded tokens.
+            context: (B, C), of a branch that takes one.
+        """
+        return x + masked_branch(self.branch, x, self._call(x, key_padding_mask, context))
+
+    def _call(self, x: Tensor, key_padding_mask: Tensor | None, context: Tensor | None) -> Call:
+        """What goes along with the tokens, checked."""
         check_tokens(x)
-        return x + masked_branch(self.branch, x, layout.padding(key_padding_mask, x))
+        check_context(self, context, x)
+        return Call(layout.padding(key_padding_mask, x), context=context)
 
     def inverse(
         self,
         y: Tensor,
         key_padding_mask: Tensor | None = None,
+        context: Tensor | None = None,
         *,
         tol: float = 1e-6,
         max_iter: int = 1000,
@@ -172,6 +191,7 @@ class InvertibleResidual(Freezable):
         Args:
             y: (B, T, D), finite.
             key_padding_mask: as in forward.
+            context: as in forward; differentiable too.
             tol: tolerance of the error relative to max(1, max|y|), in the norm in use. Below what the
                 dtype can give, the inverse is as exact as it gets, and the record says how exact.
             max_iter: most evaluations of the branch (mode "causal": for each token).
@@ -181,33 +201,36 @@ class InvertibleResidual(Freezable):
             ValueError: y has NaN or infinite entries.
             RuntimeError: dropout is active.
         """
-        x, self.record = self.inverse_with_record(y, key_padding_mask, tol=tol, max_iter=max_iter)
+        x, self.record = self.inverse_with_record(
+            y, key_padding_mask, context, tol=tol, max_iter=max_iter
+        )
         return x
 
     def inverse_with_record(
         self,
         y: Tensor,
         key_padding_mask: Tensor | None = None,
+        context: Tensor | None = None,
         *,
         tol: float = 1e-6,
         max_iter: int = 1000,
     ) -> tuple[Tensor, Record]:
         """The inverse and its record; see :meth:`inverse`."""
-        check_tokens(y)
+        call = self._call(y, key_padding_mask, context)
         refuse_dropout(self.branch)
-        padding = layout.padding(key_padding_mask, y)
-
-        def fn(x: Tensor) -> Tensor:
-            return masked_branch(self.branch, x, padding)
-
-        def part(x: Tensor, index: Tensor) -> Tensor:
-            return masked_branch(self.branch, x, None if padding is None else padding[index])
+        padding = call.key_padding_mask
 
         with torch.autocast(y.device.type, enabled=False):
-            y = self._in_own_dtype(y)
-            tracked = torch.is_grad_enabled() and any(
-                t.requires_grad for t in (y, *self.branch.parameters())
-            )
+            y, call = self._in_own_dtype(y), self._call_in_own_dtype(call)
+
+            def fn(x: Tensor) -> Tensor:
+                return masked_branch(self.branch, x, call)
+
+            def part(x: Tensor, index: Tensor) -> Tensor:
+                return masked_branch(self.branch, x, call.select(index))
+
+            sources = (y, call.context, *self.branch.parameters())
+            tracked = torch.is_grad_enabled() and any(t.requires_grad for t in sources if t is not None)
             if tracked and _is_frozen(self):
                 # What an outer freeze keeps must carry its gradient: computed here, not in the solve.
                 fn(y.detach())
@@ -250,18 +273,20 @@ class InvertibleResidual(Freezable):
         self,
         x: Tensor,
         key_padding_mask: Tensor | None = None,
+        context: Tensor | None = None,
         *,
         method: str | None = None,
         generator: torch.Generator | None = None,
     ) -> tuple[Tensor, Tensor]:
         """forward(x) and log|det dy/dx| (B,), from one evaluation of the branch at x."""
-        out, log_det = self._log_det(x, key_padding_mask, method, generator)
+        out, log_det = self._log_det(x, key_padding_mask, context, method, generator)
         return x + out, log_det.value
 
     def inverse_and_log_det(
         self,
         y: Tensor,
         key_padding_mask: Tensor | None = None,
+        context: Tensor | None = None,
         *,
         method: str | None = None,
         generator: torch.Generator | None = None,
@@ -269,27 +294,30 @@ class InvertibleResidual(Freezable):
         max_iter: int = 1000,
     ) -> tuple[Tensor, Tensor]:
         """inverse(y) = x and log|det dx/dy| (B,), minus the log-determinant of forward at x."""
-        x = self.inverse(y, key_padding_mask, tol=tol, max_iter=max_iter)
-        return x, -self._log_det(x, key_padding_mask, method, generator)[1].value
+        x = self.inverse(y, key_padding_mask, context, tol=tol, max_iter=max_iter)
+        return x, -self._log_det(x, key_padding_mask, context, method, generator)[1].value
 
     def log_det(
         self,
         x: Tensor,
         key_padding_mask: Tensor | None = None,
+        context: Tensor | None = None,
         *,
         method: str | None = None,
         generator: torch.Generator | None = None,
     ) -> LogDet:
         """log|det dy/dx| at x with its errors; see :func:`residual_log_det`."""
-        return self._log_det(x, key_padding_mask, method, generator)[1]
+        return self._log_det(x, key_padding_mask, context, method, generator)[1]
 
     def _log_det(
         self,
         x: Tensor,
         key_padding_mask: Tensor | None,
+        context: Tensor | None,
         method: str | None,
         generator: torch.Generator | None,
     ) -> tuple[Tensor, LogDet]:
+        call = self._call(x, key_padding_mask, context)
         if method is None:
             method = self.log_det_method
             if method in ("series", "roulette") and not self.training and generator is None:
@@ -299,7 +327,8 @@ class InvertibleResidual(Freezable):
             x,
             method=method,
             rate=self.coeff,
-            key_padding_mask=key_padding_mask,
+            key_padding_mask=call.key_padding_mask,
+            context=call.context,
             generator=generator,
             terms=self.terms,
             probes=self.probes,
@@ -307,12 +336,23 @@ class InvertibleResidual(Freezable):
         self.log_det_record = log_det.detach()
         return out, log_det
 
+    def step(
+        self,
+        x: Tensor,
+        cache: Cache = None,
+        key_padding_mask: Tensor | None = None,
+        context: Tensor | None = None,
+    ) -> tuple[Tensor, Cache]:
+        """forward of new tokens (B, T, D) of a causal block, and the cache to go on with."""
+        return step_module(self, x, cache, key_padding_mask, None, context)
+
     @torch.no_grad()
     def inverse_step(
         self,
         y: Tensor,
         cache: Cache = None,
         key_padding_mask: Tensor | None = None,
+        context: Tensor | None = None,
         *,
         tol: float = 1e-6,
         max_iter: int = 1000,
@@ -324,20 +364,21 @@ class InvertibleResidual(Freezable):
         Returns:
             The new tokens x and the cache to go on with.
         """
-        check_tokens(y)
+        call = self._call(y, key_padding_mask, context)
         refuse_dropout(self.branch)
-        padding = layout.padding(key_padding_mask, y)
-
-        def branch(x: Tensor, index: Tensor) -> Tensor:
-            mask = None if padding is None else padding[index]
-            out, _ = step_module(self.branch, x, select_cache(cache, index), mask)
-            return without_padding(same_shape(x, out), mask)
+        padding = call.key_padding_mask
 
         with torch.autocast(y.device.type, enabled=False), frozen(self):
-            y = self._in_own_dtype(y)
+            y, call = self._in_own_dtype(y), self._call_in_own_dtype(call)
+
+            def branch(x: Tensor, index: Tensor) -> Tensor:
+                some = wide_call(call.select(index), x)
+                out, _ = step_module(self.branch, x, select_cache(cache, index), *some)
+                return without_padding(same_shape(x, out), some.key_padding_mask)
+
             clean = without_padding(y, padding)
             x, self.record = self._solve(branch, clean, self.norm_in_use(), tol, max_iter)
-            _, cache = step_module(self.branch, x, cache, padding)
+            _, cache = step_module(self.branch, x, cache, *call)
         return x if padding is None else torch.where(padding.unsqueeze(-1), y, x), cache
 
     def _in_own_dtype(self, y: Tensor) -> Tensor:
@@ -346,6 +387,10 @@ class InvertibleResidual(Freezable):
         if torch.promote_types(own, y.dtype) != own:
             raise ValueError(f"y must not be wider than the weights' dtype {own}, got {y.dtype}")
         return y.to(own)
+
+    def _call_in_own_dtype(self, call: Call) -> Call:
+        context = call.context
+        return call if context is None else call._replace(context=self._in_own_dtype(context))
 
     def extra_repr(self) -> str:
         return f"coeff={self.coeff}, mode={self.mode!r}, log_det={self.log_det_method!r}"
@@ -387,7 +432,7 @@ def _(module: InvertibleResidual) -> nn.Module:
 
 @register_step(InvertibleResidual)
 def _(module: InvertibleResidual, x: Tensor, cache: Cache, call: Call) -> tuple[Tensor, Cache]:
-    check_tokens(x)
-    padding = layout.padding(call.key_padding_mask, x)
-    out, cache = step_module(module.branch, without_padding(x, padding), cache, padding)
+    call = module._call(x, call.key_padding_mask, call.context)
+    padding = call.key_padding_mask
+    out, cache = step_module(module.branch, without_padding(x, padding), cache, *call)
     return x + without_padding(same_shape(x, out), padding), cache

@@ -53,12 +53,12 @@ class TokenWise(nn.Module, ABC):
         padded = self._padded(x, key_padding_mask)
         self.prepare(x, padded)
         # Not even a NaN in a padded token may reach the gradients of the weights.
-        return _keep(padded, x, self.token_map(without_padding(x, padded)))
+        return keep_padded(padded, x, self.token_map(without_padding(x, padded)))
 
     def inverse(self, y: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """The inverse, exact up to rounding: (B, T, D) -> (B, T, D)."""
         padded = self._padded(y, key_padding_mask)
-        return _keep(padded, y, self.token_inverse(without_padding(y, padded)))
+        return keep_padded(padded, y, self.token_inverse(without_padding(y, padded)))
 
     def forward_and_log_det(
         self, x: Tensor, key_padding_mask: Tensor | None = None
@@ -90,7 +90,7 @@ class TokenWise(nn.Module, ABC):
         return one * (~padded).sum(-1)
 
 
-def _keep(padded: Tensor | None, x: Tensor, y: Tensor) -> Tensor:
+def keep_padded(padded: Tensor | None, x: Tensor, y: Tensor) -> Tensor:
     """y, but x where a token is padded."""
     return y if padded is None else torch.where(padded.unsqueeze(-1), x.to(y.dtype), y)
 

@@ -9,20 +9,32 @@ import torch
 from torch import Tensor, nn
 
 from lipformer.estimates.jacobian_products import differentiable_kernels
+from lipformer.functional.wide import alongside
 from lipformer.layers import frozen
-from lipformer.layers.branch import active_dropout, apart, call_branch
+from lipformer.layers.branch import Call, active_dropout, apart, call_branch
 from lipformer.layers.layout import without_padding
 from lipformer.layers.residual import same_shape
 
 
-def masked_branch(branch: nn.Module, x: Tensor, padding: Tensor | None) -> Tensor:
+def masked_branch(branch: nn.Module, x: Tensor, call: Call) -> Tensor:
     """The branch as a map of the unpadded tokens alone, (B, T, D) -> (B, T, D).
 
     Padded tokens enter as zeros and leave as zeros, so that the Jacobian has zero rows and columns
     there, I + J is the identity there, and not even a NaN in them reaches a gradient.
+
+    Args:
+        branch: the branch.
+        x: (B, T, D).
+        call: the padding as bool (B, T) and the context (B, C), where there are any.
     """
-    out = call_branch(branch, without_padding(apart(x, branch), padding), padding)
+    padding = call.key_padding_mask
+    out = call_branch(branch, without_padding(apart(x, branch), padding), *wide_call(call, x))
     return without_padding(same_shape(x, out), padding)
+
+
+def wide_call(call: Call, x: Tensor) -> Call:
+    """A call whose context is as wide as the tokens, so that its part in rounding is seen too."""
+    return call if call.context is None else call._replace(context=alongside(call.context, x))
 
 
 def check_tokens(x: Tensor) -> None:

@@ -149,6 +149,11 @@ def _cast(x: Tensor, like: Wide) -> Tensor:
     return x if isinstance(x, Wide) else x.to(device=like.device, dtype=like.claim)
 
 
+def alongside(value: Tensor, x: Tensor) -> Tensor:
+    """A tensor that goes with tokens x: as wide as they are."""
+    return Wide.of(value.detach().double(), x.claim, x.noise) if isinstance(x, Wide) else value
+
+
 def plain(x: Tensor) -> Tensor:
     """Tokens as an ordinary tensor: wide ones in float64."""
     return x.as_subclass(Tensor)

@@ -6,6 +6,7 @@ from lipformer.layers.attention.key_cache import KeyCache
 from lipformer.layers.attention.multihead import L2MultiheadAttention
 from lipformer.layers.attention.null_key import NullKeyAttention
 from lipformer.layers.branch import Call
+from lipformer.layers.context import ContextBias
 from lipformer.layers.contractive import Contractive
 from lipformer.layers.convert.conversion import Conversion, convert_attention
 from lipformer.layers.convert.distill import Distillation, distill_attention
@@ -25,6 +26,7 @@ __all__ = [
     "BallProjection",
     "Call",
     "CenterNorm",
+    "ContextBias",
     "Contractive",
     "Conversion",
     "ConvexResidual",

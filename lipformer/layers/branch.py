@@ -19,10 +19,50 @@ class Call(NamedTuple):
     Attributes:
         key_padding_mask: (B, N), True at padded tokens, or None.
         head_scale: a factor for each head (H,), or None; see :mod:`lipformer.layers.per_head`.
+        context: what the map of tokens depends on besides them, one vector (B, C) for each sample, or
+            None.
     """
 
     key_padding_mask: Tensor | None = None
     head_scale: Tensor | None = None
+    context: Tensor | None = None
+
+    def inside(self) -> Call:
+        """What goes into a wrapper: factors are for the attention of the chain they were made for."""
+        return self._replace(head_scale=None)
+
+    def select(self, index: Tensor | slice) -> Call:
+        """The same for the samples of an index (b,)."""
+        mask, context = self.key_padding_mask, self.context
+        return self._replace(
+            key_padding_mask=None if mask is None else mask[index],
+            context=None if context is None else context[index],
+        )
+
+
+def context_dim_of(module: nn.Module) -> int | None:
+    """C of the contexts (B, C) that some part takes; None if none does.
+
+    A module that takes one has an attribute ``context_dim``, and its forward an argument ``context``.
+    """
+    dims = (getattr(part, "context_dim", None) for part in module.modules())
+    return next((dim for dim in dims if dim is not None), None)
+
+
+def check_context(module: nn.Module, context: Tensor | None, x: Tensor) -> None:
+    """Raises unless a module with an attribute ``context_dim`` gets a context (B, C) for x (B, *).
+
+    With ``context_dim=None`` it takes none.
+    """
+    dim, kind = getattr(module, "context_dim", None), type(module).__name__
+    got = "no context" if context is None else f"context {tuple(context.shape)}"
+    if dim is None and context is not None:
+        raise ValueError(f"{kind} takes no context (its context_dim is None), got {got}")
+    if dim is not None and (context is None or context.shape != (x.shape[0], dim)):
+        raise ValueError(
+            f"{kind} takes a context (B, {dim}) with tokens (B, T, D), got {got} with tokens "
+            f"{tuple(x.shape)}"
+        )
 
 
 # inspect.signature takes longer than a small layer; a class keeps its forward.
@@ -40,15 +80,16 @@ def call_branch(
     x: Tensor,
     key_padding_mask: Tensor | None = None,
     head_scale: Tensor | None = None,
+    context: Tensor | None = None,
 ) -> Tensor:
     """Runs a branch on x: the first element of a tuple, with what a :class:`Call` holds passed on.
 
-    The mask goes to every module whose forward takes it, the factors to every layer that can be divided
-    head by head, also inside nn.Sequential. Attention weights are not asked for.
+    Mask and context go to every module whose forward takes them, the factors to every layer that can be
+    divided head by head, also inside nn.Sequential. Attention weights are not asked for.
     """
     if type(module).forward is nn.Sequential.forward:
         for part in parts_of(module).values():
-            x = call_branch(part, x, key_padding_mask, head_scale)
+            x = call_branch(part, x, key_padding_mask, head_scale, context)
         return x
     rule = None if head_scale is None else per_head.find(module, Ask("l2").refuse)
     if rule is not None:
@@ -60,6 +101,8 @@ def call_branch(
         for name in ("key_padding_mask", "src_key_padding_mask"):
             if name in accepted:
                 options[name] = key_padding_mask
+    if context is not None and "context" in accepted:
+        options["context"] = context
     if "need_weights" in accepted:
         options["need_weights"] = False
     out = module(x, **options)

@@ -212,13 +212,15 @@ class Contractive(Freezable):
         matrices = self.matrices()
         return self.norms[int(self._choice(self._options(matrices, spectral_norm_bounds(matrices))))]
 
-    def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, key_padding_mask: Tensor | None = None, context: Tensor | None = None
+    ) -> Tensor:
         """Runs the module and divides; shapes as the module's."""
         scales = self.scales()
         if scales.ndim:
-            return call_branch(self.module, x, key_padding_mask, scales)
+            return call_branch(self.module, x, key_padding_mask, scales, context)
         self.check_length(x)
-        out = call_branch(self.module, x, key_padding_mask)
+        out = call_branch(self.module, x, key_padding_mask, None, context)
         return multiply_down(out, scales)
 
     def check_length(self, x: Tensor) -> None:
@@ -298,8 +300,8 @@ def _(module: Contractive) -> nn.Module:
 def _(module: Contractive, x: Tensor, cache: Cache, call: Call) -> tuple[Tensor, Cache]:
     scales = module.scales()
     if scales.ndim:
-        return step_module(module.module, x, cache, call.key_padding_mask, scales)
-    out, cache = step_module(module.module, x, cache, call.key_padding_mask)
+        return step_module(module.module, x, cache, *call._replace(head_scale=scales))
+    out, cache = step_module(module.module, x, cache, *call.inside())
     return multiply_down(out, scales), cache
 
 
@@ -307,7 +309,7 @@ def _(module: Contractive, x: Tensor, cache: Cache, call: Call) -> tuple[Tensor,
 def _(module: Contractive, x: Tensor, tangents: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     scales = module.scales()
     if scales.ndim:
-        return push_own(module.module, x, tangents, call.key_padding_mask, scales)
+        return push_own(module.module, x, tangents, *call._replace(head_scale=scales))
     module.check_length(x)
-    out, pushed = push_own(module.module, x, tangents, call.key_padding_mask)
+    out, pushed = push_own(module.module, x, tangents, *call.inside())
     return multiply_down(out, scales), multiply_down(pushed, scales)

@@ -40,6 +40,7 @@ def step_module(
     cache: Cache = None,
     key_padding_mask: Tensor | None = None,
     head_scale: Tensor | None = None,
+    context: Tensor | None = None,
 ) -> tuple[Tensor, Cache]:
     """The rows of new tokens, as the full pass would give them, and the new cache.
 
@@ -53,6 +54,7 @@ def step_module(
         cache: what the step before returned, None at the first.
         key_padding_mask: (B, T) of the new tokens.
         head_scale: a factor for each head (see :class:`Call`).
+        context: (B, C), likewise.
 
     Raises:
         TypeError: some part has no step, and is not known to be token-wise.
@@ -66,8 +68,8 @@ def step_module(
         )
 
     if getattr(module, "token_wise", None) is True:
-        return call_branch(module, x, key_padding_mask), None
-    return _rules.of(module, refuse)(module, x, cache, Call(key_padding_mask, head_scale))
+        return call_branch(module, x, key_padding_mask, None, context), None
+    return _rules.of(module, refuse)(module, x, cache, Call(key_padding_mask, head_scale, context))
 
 
 @register_step(nn.Sequential)

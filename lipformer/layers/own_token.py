@@ -103,6 +103,7 @@ def push_own(
     tangents: Tensor,
     key_padding_mask: Tensor | None = None,
     head_scale: Tensor | None = None,
+    context: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The module's output and :math:`J_{ii} u_i` for every token i and direction u.
 
@@ -112,6 +113,7 @@ def push_own(
         tangents: u (R, B, T, in).
         key_padding_mask: (B, T) or None.
         head_scale: a factor for each head (see :class:`Call`).
+        context: (B, C), likewise.
 
     Returns:
         (B, T, out) and (R, B, T, out).
@@ -119,7 +121,7 @@ def push_own(
     rule = _rule_of(module)
     if rule is None:
         raise ValueError(f"{type(module).__name__} is not known to be causal")
-    return rule.push(module, x, tangents, Call(key_padding_mask, head_scale))
+    return rule.push(module, x, tangents, Call(key_padding_mask, head_scale, context))
 
 
 def _evaluated(module: nn.Module, x: Tensor, call: Call) -> tuple[Tensor, Tensor, bool]:
@@ -131,7 +133,7 @@ def _evaluated(module: nn.Module, x: Tensor, call: Call) -> tuple[Tensor, Tensor
     tracked = torch.is_grad_enabled()
     with torch.enable_grad():
         point = x if tracked and x.requires_grad else x.detach().requires_grad_()
-        out = call_branch(module, point, call.key_padding_mask)
+        out = call_branch(module, point, *call.inside())
     return out, point, tracked
 
 

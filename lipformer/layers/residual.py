@@ -33,10 +33,13 @@ class Residual(OnePass):
         self.branch = one_layout(branch)
         self.refresh()
 
-    def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        """Shapes as the branch's; the mask is passed on to it."""
+    def forward(
+        self, x: Tensor, key_padding_mask: Tensor | None = None, context: Tensor | None = None
+    ) -> Tensor:
+        """Shapes as the branch's; mask and context are passed on to it."""
         with self.one_pass():
-            return self.mix(x, call_branch(self.branch, apart(x, self.branch), key_padding_mask))
+            given = apart(x, self.branch)
+            return self.mix(x, call_branch(self.branch, given, key_padding_mask, None, context))
 
     def mix(self, x: Tensor, out: Tensor) -> Tensor:
         """x + out."""
@@ -59,10 +62,13 @@ class ConvexResidual(OnePass):
         self.weight = float(weight)
         self.refresh()
 
-    def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        """Shapes as the branch's; the mask is passed on to it."""
+    def forward(
+        self, x: Tensor, key_padding_mask: Tensor | None = None, context: Tensor | None = None
+    ) -> Tensor:
+        """Shapes as the branch's; mask and context are passed on to it."""
         with self.one_pass():
-            return self.mix(x, call_branch(self.branch, apart(x, self.branch), key_padding_mask))
+            given = apart(x, self.branch)
+            return self.mix(x, call_branch(self.branch, given, key_padding_mask, None, context))
 
     def mix(self, x: Tensor, out: Tensor) -> Tensor:
         """(1 - a) x + a out."""
@@ -88,14 +94,14 @@ def _(module: ConvexResidual, ask: Ask) -> Bound:
 def _step(
     module: Residual | ConvexResidual, x: Tensor, cache: Cache, call: Call
 ) -> tuple[Tensor, Cache]:
-    out, cache = step_module(module.branch, apart(x, module.branch), cache, call.key_padding_mask)
+    out, cache = step_module(module.branch, apart(x, module.branch), cache, *call.inside())
     return module.mix(x, out), cache
 
 
 def _push(
     module: Residual | ConvexResidual, x: Tensor, tangents: Tensor, call: Call
 ) -> tuple[Tensor, Tensor]:
-    out, pushed = push_own(module.branch, apart(x, module.branch), tangents, call.key_padding_mask)
+    out, pushed = push_own(module.branch, apart(x, module.branch), tangents, *call.inside())
     return module.mix(x, out), module.mix(tangents, pushed)
 
 

@@ -30,9 +30,11 @@ class FirstOutput(Layer):
         super().__init__()
         self.module = module
 
-    def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, key_padding_mask: Tensor | None = None, context: Tensor | None = None
+    ) -> Tensor:
         """Shapes as the module's."""
-        return call_branch(self.module, x, key_padding_mask)
+        return call_branch(self.module, x, key_padding_mask, None, context)
 
 
 @register_bound(FirstOutput)
@@ -43,12 +45,12 @@ def _(module: FirstOutput, ask: Ask) -> Bound:
 
 @register_step(FirstOutput)
 def _(module: FirstOutput, x: Tensor, cache: Cache, call: Call) -> tuple[Tensor, Cache]:
-    return step_module(module.module, x, cache, call.key_padding_mask)
+    return step_module(module.module, x, cache, *call.inside())
 
 
 @register_own_token(FirstOutput, parts=_held)
 def _(module: FirstOutput, x: Tensor, tangents: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    return push_own(module.module, x, tangents, call.key_padding_mask)
+    return push_own(module.module, x, tangents, *call.inside())
 
 
 class Scaled(Layer):
@@ -68,7 +70,9 @@ class Scaled(Layer):
         self.register_buffer("factor", factor)
         self.register_buffer("power", None, persistent=False)  # known once baked
 
-    def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, key_padding_mask: Tensor | None = None, context: Tensor | None = None
+    ) -> Tensor:
         """Shapes as the module's."""
         factor, module = self.factor, self.module
         hooked = module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__
@@ -82,7 +86,7 @@ class Scaled(Layer):
             bias = None if module.bias is None else module.bias * power
             out = F.linear(x, module.weight * power, bias)
         else:
-            out = call_branch(module, x, key_padding_mask)
+            out = call_branch(module, x, key_padding_mask, None, context)
         return multiply_down(out, factor)
 
 
@@ -109,11 +113,11 @@ def _(module: Scaled, ask: Ask) -> Bound:
 
 @register_step(Scaled)
 def _(module: Scaled, x: Tensor, cache: Cache, call: Call) -> tuple[Tensor, Cache]:
-    out, cache = step_module(module.module, x, cache, call.key_padding_mask)
+    out, cache = step_module(module.module, x, cache, *call.inside())
     return multiply_down(out, module.factor), cache
 
 
 @register_own_token(Scaled, parts=_held)
 def _(module: Scaled, x: Tensor, tangents: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    out, pushed = push_own(module.module, x, tangents, call.key_padding_mask)
+    out, pushed = push_own(module.module, x, tangents, *call.inside())
     return multiply_down(out, module.factor), multiply_down(pushed, module.factor)

@@ -31,7 +31,7 @@ def register_token_wise(
     def _(module: nn.Module, x: Tensor, cache: None, call: Call) -> tuple[Tensor, None]:
         if not applies(module):
             raise TypeError(f"{kind_of(module)} has no step: {module} does not treat each token alone")
-        return call_branch(module, x, call.key_padding_mask), None
+        return call_branch(module, x, *call.inside()), None
 
     if push is not None:
         register_own_token(module_class, causal=applies)(push)

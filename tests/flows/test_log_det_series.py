@@ -22,6 +22,7 @@ from lipformer.flows.log_det.series import (
 )
 from lipformer.flows.masked_branch import masked_branch
 from lipformer.functional.pullback import pull
+from lipformer.layers import Call
 from tests.flows.log_det_oracles import (
     all_signs,
     attention,
@@ -41,7 +42,7 @@ def mean_over_all_probes(branch: nn.Module, x: Tensor, terms: int, *, ramp: bool
     with differentiable_kernels():
         point = x.expand(len(probes), *x.shape)
         point = point if point.requires_grad else point.detach().requires_grad_()
-        out = masked_branch(branch, point, None)
+        out = masked_branch(branch, point, Call())
         scale = token_ramp(point) if ramp else None
         every = all_terms(terms, probes)
         return weighted_series(out, point, probes, every, ramp=scale, gradient=True).mean()
@@ -51,7 +52,7 @@ def truncated_oracle(branch: nn.Module, x: Tensor, terms: int) -> Tensor:
     """sum_k (-1)^(k+1) tr(J^k) / k from the dense Jacobian, differentiable."""
     with differentiable_kernels():
         jacobian = torch.autograd.functional.jacobian(
-            lambda t: masked_branch(branch, t[None], None)[0], x, create_graph=True
+            lambda t: masked_branch(branch, t[None], Call())[0], x, create_graph=True
         ).reshape(x.numel(), -1)
     powers = [jacobian]
     for _ in range(1, terms):
@@ -140,7 +141,7 @@ def _saved_bytes(branch: nn.Module, x: Tensor, terms: int, naive: bool = False) 
         if naive:
             with differentiable_kernels():
                 point = x.requires_grad_()
-                out = masked_branch(branch, point, None)
+                out = masked_branch(branch, point, Call())
                 power = probe = signs(out, None)
                 held = []  # a term of a graph of its own
                 for _ in range(terms):

@@ -31,6 +31,19 @@ def padding() -> Tensor:
 PADDED: dict[str, Any] = {"key_padding_mask": padding}
 
 
+def context() -> Tensor:
+    """A vector for each sample."""
+    return torch.randn(2, 3)
+
+
+def context_tokens() -> Tensor:
+    """Five tokens for each sample."""
+    return torch.randn(2, 5, 3)
+
+
+GIVEN: dict[str, Any] = {"context": context}
+
+
 def generator() -> torch.Generator:
     """Where modules are built: on the CPU."""
     return torch.Generator().manual_seed(0)
@@ -69,9 +82,15 @@ def log_prob(flow: Any, x: Tensor, **options: Any) -> Tensor:
     return flow.log_prob(x, **options)
 
 
-def sample(flow: Any, x: Tensor, **mask: Tensor) -> Tensor:
-    flow.initialize(x)
-    return flow.eval().sample(2, 4, generator=seeded(x), **mask)
+def sample(flow: Any, x: Tensor, context: Tensor | None = None, **mask: Tensor) -> Tensor:
+    flow.initialize(x, context=context)
+    return flow.eval().sample(2, 4, generator=seeded(x), context=context, **mask)
+
+
+def encoded(encoder: Any, x: Tensor, context: Tensor) -> Tensor:
+    """Context tokens of which the last are padding."""
+    mask = torch.arange(5, device=x.device).expand(2, -1) >= 3
+    return encoder(context, mask)
 
 
 def initialized(flow: Any, x: Tensor) -> Tensor:
@@ -134,6 +153,11 @@ BLOCKS = [
     residual(FEED_FORWARD),
     residual(new(nn.Sequential, new(lf.TokenShift, 8), CAUSAL), mode="causal"),
 ]
+CONDITIONAL = [
+    new(flows.ContextAffine, 8, 3, limit=1.0),
+    residual(new(nn.Sequential, new(lf.layers.ContextBias, 8, 3), new(lf.LipSwish), UNMASKED)),
+    residual(new(nn.Sequential, new(lf.layers.ContextBias, 8, 3), CAUSAL), mode="causal"),
+]
 TOKEN_MAPS = [
     new(flows.ActNorm, 8),
     new(flows.InvertibleLinear, 8),
@@ -153,6 +177,17 @@ FLOWS_OF = [
         base=Normal(0.0, 2.0, validate_args=False),
         dim=8,
         seq_len=6,
+    ),
+]
+CONDITIONAL_FLOWS = [
+    flow(context_dim=3, width=4),
+    flow(context_dim=3, mode="causal"),
+    new(
+        flows.Flow,
+        new(flows.InvertibleSequential, new(flows.ContextAffine, 8, 6)),
+        dim=8,
+        seq_len=4,
+        encoder=new(flows.ContextEncoder, 3, 6),
     ),
 ]
 METHODS = (
@@ -184,6 +219,22 @@ FLOWS = by_name(
             for made in FLOWS_OF
             for mask in ({}, PADDED)
         ),
+        *(
+            case(made, call=call, named={**GIVEN, **PADDED}, trains=trains)
+            for made in CONDITIONAL
+            for call, trains in ((forward_and_log_det, True), (inverse, False))
+        ),
+        *(
+            case(made, call=log_prob, named={"context": form}, compared=DRAWN)
+            for made, form in zip(
+                CONDITIONAL_FLOWS, (context, context_tokens, context_tokens), strict=True
+            )
+        ),
+        *(
+            case(made, call=sample, named=GIVEN, trains=False, compared=DRAWN)
+            for made in CONDITIONAL_FLOWS
+        ),
+        case(new(flows.ContextEncoder, 3, 6), call=encoded, named={"context": context_tokens}),
         case(FLOWS_OF[0], call=log_prob, named={"method": "exact"}),
         case(FLOWS_OF[0], call=log_prob, named={"method": "series"}, compared=DRAWN),
         *(case(made, call=sample, trains=False, compared=DRAWN) for made in FLOWS_OF),

@@ -90,6 +90,11 @@ def weight() -> Tensor:
     return torch.randn(6, 8)
 
 
+def context() -> Tensor:
+    """A vector for each sample."""
+    return torch.randn(2, 3)
+
+
 FORMS: list[dict[str, Any]] = [
     {},
     {"bias": False},
@@ -209,6 +214,7 @@ LAYERS = by_name(
             call=cached,
             trains=False,
         ),
+        Case(new(lf.layers.ContextBias, 8, 3), named={"context": context}),
         Case(new(dot_product), call=distilled, trains=False),
         Case(
             new(HuggingFaceAttention, attention(causal=True, value_proj=False), True),

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lipformer.flows.masked_branch import derivatives, masked_branch
 from lipformer.functional.pullback import pull_all
+from lipformer.layers.branch import Call
 from lipformer.layers.layout import without_padding
 from lipformer.layers.own_token import push_own, unknown_parts
 from lipformer.layers.residual import same_shape
@@ -67,14 +68,19 @@ def _one_plus(jacobian: Tensor) -> Tensor:
 
 
 class _Masked(nn.Module):
-    """:func:`masked_branch` as a module, to be called with given parameters."""
+    """:func:`masked_branch` as a module, to be called with given parameters and a given context."""
 
-    def __init__(self, branch: nn.Module) -> None:
+    context: Tensor | None
+
+    def __init__(self, branch: nn.Module, call: Call) -> None:
         super().__init__()
         self.branch = branch
+        self.padding = call.key_padding_mask
+        self.register_buffer("context", call.context)
 
-    def forward(self, x: Tensor, padding: Tensor | None) -> Tensor:
-        return masked_branch(self.branch, x, padding)
+    def forward(self, x: Tensor, part: slice) -> Tensor:
+        call = Call(self.padding, context=self.context)
+        return masked_branch(self.branch, x, call.select(part))
 
 
 class _LazyExact(torch.autograd.Function):
@@ -82,27 +88,25 @@ class _LazyExact(torch.autograd.Function):
 
     A few samples at a time, and in the backward pass a few rows: with :math:`A = I + J`,
     :math:`d \log|\det A| = \sum_{ij} (A^{-1})_{ji}\, dJ_{ij}`. Where the gradient
-    is to be differentiated again, it is that of :func:`exact_log_det`, with its memory. The parameters
-    are passed as tensors, by which the backward pass calls the branch again.
+    is to be differentiated again, it is that of :func:`exact_log_det`, with its memory. Parameters and
+    context are passed as tensors, by which the backward pass calls the branch again.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
-        branch: nn.Module,
-        padding: Tensor | None,
+        masked: _Masked,
         names: list[str],
         x: Tensor,
         *weights: Tensor,
     ) -> Tensor:
-        ctx.branch, ctx.padding, ctx.names = branch, padding, names
+        ctx.masked, ctx.names = masked, names
         ctx.save_for_backward(x, *weights)
         values = []
-        with derivatives(branch, x):
+        with derivatives(masked, x):
             for part in _parts(x):
                 point = x[part].detach().requires_grad_()
-                out = masked_branch(branch, point, None if padding is None else padding[part])
-                values.append(exact_log_det(out, point, create_graph=False))
+                values.append(exact_log_det(masked(point, part), point, create_graph=False))
         return torch.cat(values)
 
     @staticmethod
@@ -110,20 +114,19 @@ class _LazyExact(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         named = dict(zip(ctx.names, weights, strict=True))
         if torch.is_grad_enabled():  # asked for with create_graph=True
-            with derivatives(ctx.branch, x):
+            with derivatives(ctx.masked, x):
                 point = x if x.requires_grad else x.detach().requires_grad_()
-                out = torch.func.functional_call(_Masked(ctx.branch), named, (point, ctx.padding))
+                out = torch.func.functional_call(ctx.masked, named, (point, slice(None)))
                 value = exact_log_det(out, point, create_graph=True)
                 grads = torch.autograd.grad(
                     value, (point, *weights), grad, create_graph=True, materialize_grads=True
                 )
-            return (None, None, None, *grads)
+            return (None, None, *grads)
         total = [torch.zeros_like(x), *map(torch.zeros_like, weights)]
         for part in _parts(x):
-            mask = None if ctx.padding is None else ctx.padding[part]
-            with derivatives(ctx.branch, x):
+            with derivatives(ctx.masked, x):
                 point = x[part].detach().requires_grad_()
-                out = torch.func.functional_call(_Masked(ctx.branch), named, (point, mask))
+                out = torch.func.functional_call(ctx.masked, named, (point, part))
                 inverse = torch.linalg.inv(_one_plus(dense_jacobian(out, point, create_graph=False)))
                 columns = iter(inverse.permute(2, 0, 1).to(x.dtype))
                 for rows in jacobian_rows(out, point, create_graph=True):
@@ -136,13 +139,15 @@ class _LazyExact(torch.autograd.Function):
                     total[0][part] += gradients[0]
                     for sum_, gradient in zip(total[1:], gradients[1:], strict=True):
                         sum_ += gradient
-        return (None, None, None, *total)
+        return (None, None, *total)
 
 
-def lazy_exact_log_det(branch: nn.Module, x: Tensor, padding: Tensor | None) -> Tensor:
+def lazy_exact_log_det(branch: nn.Module, x: Tensor, call: Call) -> Tensor:
     """:func:`exact_log_det` of a branch at x (B, T, D), with :class:`_LazyExact`'s gradient."""
-    named = {f"branch.{name}": p for name, p in branch.named_parameters() if p.requires_grad}
-    value: Tensor = _LazyExact.apply(branch, padding, list(named), x, *named.values())
+    masked = _Masked(branch, call)
+    tensors = (*masked.named_parameters(), *masked.named_buffers())
+    named = {name: tensor for name, tensor in tensors if tensor.requires_grad}
+    value: Tensor = _LazyExact.apply(masked, list(named), x, *named.values())
     return value
 
 
@@ -179,7 +184,7 @@ def check_causal(branch: nn.Module) -> None:
         )
 
 
-def causal_log_det(branch: nn.Module, x: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor]:
+def causal_log_det(branch: nn.Module, x: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     r""":math:`\sum_i \log|\det(I + J_{ii})|`: exact, as I + J is block lower triangular.
 
     Source: docs/theory, section 6. Needs first derivatives only, in closed form for attention.
@@ -187,15 +192,15 @@ def causal_log_det(branch: nn.Module, x: Tensor, padding: Tensor | None) -> tupl
     Args:
         branch: causal all the way down.
         x: (B, T, D).
-        padding: (B, T) or None.
+        call: the padding as bool (B, T) and the context (B, C), where there are any.
 
     Returns:
         The branch's output (B, T, D), zero at padded tokens, and (B,).
     """
-    width = x.shape[-1]
+    padding, width = call.key_padding_mask, x.shape[-1]
     one = torch.eye(width, dtype=x.dtype, device=x.device)
     tangents = one[:, None, None].expand(-1, *x.shape)
-    out, pushed = push_own(branch, without_padding(x, padding), tangents, padding)
+    out, pushed = push_own(branch, without_padding(x, padding), tangents, *call)
     out = without_padding(same_shape(x, out), padding)
     # (B, T, D, D), the transposed blocks: row r is J_ii times the r-th direction.
     blocks = without_padding(pushed, padding).movedim(0, -2)

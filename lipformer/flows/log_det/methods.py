@@ -35,6 +35,7 @@ from lipformer.flows.masked_branch import (
 )
 from lipformer.functional.rounding import round_up
 from lipformer.layers import Contractive, layout
+from lipformer.layers.branch import Call
 
 METHODS = ("exact", "causal", "series", "roulette")
 AUTO = "auto"
@@ -103,6 +104,7 @@ def residual_log_det(
     method: str,
     rate: float,
     key_padding_mask: Tensor | None = None,
+    context: Tensor | None = None,
     generator: torch.Generator | None = None,
     terms: int | None = None,
     probes: int = 1,
@@ -123,6 +125,7 @@ def residual_log_det(
         rate: L < 1, a certified constant of f in some norm, or of each token's own map for a causal
             branch (``Contractive.coeff``).
         key_padding_mask: (B, T), True (or -inf) at padded tokens, which count as absent.
+        context: (B, C) of a branch that takes one: the Jacobian is that in x.
         generator: of the probes and of roulette's number of terms. None: in training mode torch's
             default ones; in eval mode a fixed seed, and the same probes for every sample, so that equal
             events get equal numbers. On a GPU None is what training wants: a generator of the CPU costs
@@ -154,7 +157,7 @@ def residual_log_det(
             raise ValueError(f"{name} must be at least 1, got {number!r}")
     check_batch_first(branch)
     refuse_dropout(branch)
-    padding = layout.padding(key_padding_mask, x)
+    call = Call(layout.padding(key_padding_mask, x), context=context)
     if method == "causal":
         check_causal(branch)
     elif method == AUTO:
@@ -162,28 +165,31 @@ def residual_log_det(
         if method == "series":
             probes = max(probes, _PROBES)
             terms = default_terms(rate, _NATS / x.shape[1:].numel(), _MOST_TERMS)
-    tracked = any(t.requires_grad for t in (x, *branch.parameters()))
+    sources = (x, context, *branch.parameters())
+    tracked = any(t.requires_grad for t in sources if t is not None)
     gradient = torch.is_grad_enabled() and tracked
     dtype = _dtype(branch, x)
     with derivatives(branch, x):
-        point = (x.clone() if x.is_inference() else x).to(dtype)
+        point = _usable(x, dtype)
+        if context is not None:
+            call = call._replace(context=_usable(context, dtype))
         if method == "causal":
             with torch.set_grad_enabled(gradient):
-                out, value = causal_log_det(branch, point, padding)
+                out, value = causal_log_det(branch, point, call)
             log_det = LogDet.exactly(value, method)
         elif method == "exact" and not branch.training:
             with torch.set_grad_enabled(gradient):
-                out = masked_branch(branch, point, padding)
-                log_det = LogDet.exactly(lazy_exact_log_det(branch, point, padding), method)
+                out = masked_branch(branch, point, call)
+                log_det = LogDet.exactly(lazy_exact_log_det(branch, point, call), method)
         else:
             if not point.requires_grad:
                 point = point.detach().requires_grad_()
-            out = masked_branch(branch, point, padding)
+            out = masked_branch(branch, point, call)
             if method == "exact":
                 log_det = LogDet.exactly(exact_log_det(out, point, create_graph=gradient), method)
             else:
                 log_det = _estimate(
-                    method, branch, out, point, padding, rate, generator, terms, probes, gradient
+                    method, branch, out, point, call, rate, generator, terms, probes, gradient
                 )
     return (out, log_det) if gradient else (out.detach(), log_det.detach())
 
@@ -202,7 +208,7 @@ def _estimate(
     branch: nn.Module,
     out: Tensor,
     x: Tensor,
-    padding: Tensor | None,
+    call: Call,
     rate: float,
     generator: torch.Generator | None,
     terms: int | None,
@@ -217,11 +223,12 @@ def _estimate(
         drawn = all_terms(default_terms(rate) if terms is None else terms, x)
     else:
         drawn = roulette_terms(x, rate, EXACT_TERMS if terms is None else terms, generator)
-    values = _of_probes(branch, out, x, padding, drawn, generator, probes, fixed, gradient)
+    values = _of_probes(branch, out, x, call, drawn, generator, probes, fixed, gradient)
     value, count = values.mean(0), len(drawn.weights)
     noise = values.detach().std(0) / probes**0.5 if probes > 1 else None
     if method == "roulette":
         return LogDet(value, None, noise, count, method)
+    padding = call.key_padding_mask
     valid = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if padding is None else ~padding
     dimensions = valid.sum(-1).double() * x.shape[2]
     bound = round_up(truncation_error(rate, count) * dimensions, value.dtype)
@@ -232,7 +239,7 @@ def _of_probes(
     branch: nn.Module,
     out: Tensor,
     x: Tensor,
-    padding: Tensor | None,
+    call: Call,
     terms: Terms,
     generator: torch.Generator | None,
     probes: int,
@@ -247,7 +254,7 @@ def _of_probes(
 
     def restrict(index: Tensor) -> tuple[Tensor, Tensor]:
         some = x.detach()[index].requires_grad_()
-        return masked_branch(branch, some, None if padding is None else padding[index]), some
+        return masked_branch(branch, some, call.select(index)), some
 
     like = out[:1] if shared else out
     estimates = [
@@ -263,6 +270,11 @@ def _of_probes(
         for _ in range(probes)
     ]
     return torch.stack(estimates)
+
+
+def _usable(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x for derivatives, which tensors of inference mode have not."""
+    return (x.clone() if x.is_inference() else x).to(dtype)
 
 
 def _dtype(branch: nn.Module, x: Tensor) -> torch.dtype:

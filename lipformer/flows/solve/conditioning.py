@@ -10,7 +10,8 @@ from torch import Tensor
 from lipformer.estimates.jacobian_products import Linearization
 from lipformer.flows.invertible_residual import InvertibleResidual
 from lipformer.flows.masked_branch import masked_branch
-from lipformer.layers import frozen, layout
+from lipformer.layers import frozen
+from lipformer.layers.branch import Call
 
 
 @torch.no_grad()
@@ -18,6 +19,7 @@ def estimate_inverse_gain(
     blocks: InvertibleResidual | Sequence[InvertibleResidual],
     x: Tensor,
     key_padding_mask: Tensor | None = None,
+    context: Tensor | None = None,
     *,
     steps: int = 10,
     generator: torch.Generator | None = None,
@@ -32,6 +34,7 @@ def estimate_inverse_gain(
         blocks: one block, or the blocks of a stack in the order of forward.
         x: input (B, T, D) of the first block.
         key_padding_mask: (B, T), True at padded tokens.
+        context: (B, C), for the blocks that take one.
         steps: power iterations.
         generator: of the starting vectors.
 
@@ -47,11 +50,11 @@ def estimate_inverse_gain(
     stack = [blocks] if isinstance(blocks, InvertibleResidual) else list(blocks)
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps!r}")
-    padding = layout.padding(key_padding_mask, x)
     maps = []
     for block in stack:
-        maps.append(_Inverse(block, x, padding))
-        x = block(x, key_padding_mask)
+        given = None if block.context_dim is None else context
+        maps.append(_Inverse(block, x, block._call(x, key_padding_mask, given)))
+        x = block(x, key_padding_mask, given)
     v = torch.randn(x.shape, dtype=x.dtype, device=x.device, generator=generator)
     gain = x.new_zeros(len(x))
     for _ in range(steps):
@@ -67,9 +70,9 @@ def estimate_inverse_gain(
 class _Inverse:
     """The linear map v -> A^-1 v of a block at a point, and its transpose."""
 
-    def __init__(self, block: InvertibleResidual, x: Tensor, padding: Tensor | None) -> None:
+    def __init__(self, block: InvertibleResidual, x: Tensor, call: Call) -> None:
         with frozen(block):
-            self.product = Linearization(lambda t: masked_branch(block.branch, t, padding), x)
+            self.product = Linearization(lambda t: masked_branch(block.branch, t, call), x)
         self.block = block
         self.norm = block.norm_in_use()
         self.shape = x
