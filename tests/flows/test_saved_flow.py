@@ -33,8 +33,6 @@ def test_a_saved_flow_comes_back(kind: str, tmp_path: Path) -> None:
     assert str(again) == str(flow)
     assert not again.training
     assert torch.equal(again.log_prob(x), flow.log_prob(x))
-    drawn = [f.sample(2, 5, generator=torch.Generator().manual_seed(1)) for f in (flow, again)]
-    assert torch.equal(*drawn)
 
 
 def test_the_config_has_every_argument() -> None:
