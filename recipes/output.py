@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from lipformer.models.saved_model import atomic_write
+from lipformer.saving.saved_model import atomic_write
 from training.errors import exit_code as exit_code
 from training.errors import usable_directory as usable_directory
 

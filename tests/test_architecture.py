@@ -30,6 +30,7 @@ RANKS = {
             "lipformer.estimates",
             "lipformer.certificate",
             "lipformer.layers",
+            "lipformer.saving",
             "lipformer.flows",
             "lipformer.models",
             "lipformer.analysis",
@@ -41,7 +42,7 @@ RANKS = {
 }
 RUNTIME = {"lipformer", "torch", "einops"}
 # Where an optional package may be imported, inside the function that needs it.
-OPTIONAL_IMPORTS = ("lipformer.flows", "lipformer.analysis", "lipformer.models")
+OPTIONAL_IMPORTS = ("lipformer.saving", "lipformer.flows", "lipformer.analysis", "lipformer.models")
 MAX_LINES = 600
 # torch has loaded about 1,100 modules by then; a compiler or a plotting stack adds hundreds more.
 MAX_NEW_MODULES = 60

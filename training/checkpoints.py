@@ -11,7 +11,7 @@ import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
 from lipformer.models import LanguageModel, LanguageModelConfig
-from lipformer.models.saved_model import atomic_write, check_dtypes
+from lipformer.saving.saved_model import atomic_write, check_dtypes
 from training.errors import BadInput
 
 _PREFIX = "model."

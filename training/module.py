@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lipformer.certificate import NotCertifiable
 from lipformer.models import LanguageModel, LanguageModelConfig
-from lipformer.models.saved_model import check_dtypes
+from lipformer.saving.saved_model import check_dtypes
 from training import schedules
 from training.batches import derive_seed
 from training.checkpoints import model_weights

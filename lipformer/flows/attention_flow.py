@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.distributions import Distribution
@@ -15,8 +16,10 @@ from lipformer.flows.context import ContextAffine, ContextEncoder
 from lipformer.flows.invertible_residual import InvertibleResidual
 from lipformer.flows.linear import InvertibleLinear, Permutation
 from lipformer.layers import ContextBias, L2MultiheadAttention, LipSwish, SpectralLinear
+from lipformer.saving.saved_model import SavedModel
 
 LINEAR = {"plu": InvertibleLinear, "permutation": Permutation}
+_F = TypeVar("_F", bound="AttentionFlow")
 
 
 def attention_branch(
@@ -68,7 +71,7 @@ def normalising(dim: int, context_dim: int | None) -> list[nn.Module]:
     return [ActNorm(dim), *([] if context_dim is None else [ContextAffine(dim, context_dim)])]
 
 
-class AttentionFlow(Flow):
+class AttentionFlow(SavedModel, Flow):
     """A :class:`Flow` of invertible attention: a density of sequences or sets (B, T, D).
 
     Its blocks, from data to noise: ActNorm, an optional linear map,
@@ -102,6 +105,9 @@ class AttentionFlow(Flow):
         base: distribution of the noise, see :class:`Flow`.
         probes: random probes of an estimated log-determinant.
         terms: terms of the power series, see :class:`InvertibleResidual`.
+
+    Attributes:
+        config: the arguments it was built with, which ``save_pretrained`` writes beside the weights.
 
     Example:
         >>> import torch
@@ -145,8 +151,10 @@ class AttentionFlow(Flow):
         causal = mode == "causal" if causal is None else causal
         if positions == "auto":
             positions = "alibi" if causal else None
-        widths = (hidden,) if isinstance(hidden, int) else tuple(hidden)
-        encoder = None if context_dim is None else ContextEncoder(context_dim, (*widths, dim)[0])
+        hidden = [hidden] if isinstance(hidden, int) else list(hidden)
+        # Every argument, with what "auto" and None stand for: no list of them to keep in step.
+        config = {name: value for name, value in locals().items() if name in _ARGUMENTS}
+        encoder = None if context_dim is None else ContextEncoder(context_dim, (*hidden, dim)[0])
         given = None if encoder is None else encoder.width
         blocks: list[nn.Module] = []
         for _ in range(depth):
@@ -165,11 +173,31 @@ class AttentionFlow(Flow):
             options: dict[str, Any] = {"seq_len": seq_len, "probes": probes, "terms": terms}
             blocks.append(InvertibleResidual(attention, coeff, mode, log_det=log_det, **options))
             for _ in range(feed_forwards):
-                feed_forward = feed_forward_branch(dim, widths, given)
+                feed_forward = feed_forward_branch(dim, hidden, given)
                 blocks.append(InvertibleResidual(feed_forward, coeff, log_det="causal"))
         blocks += normalising(dim, given)
         super().__init__(blocks, base, dim=dim, seq_len=seq_len, encoder=encoder)
         self.causal = causal
+        self.config = config
+        self.remember_parts()
+
+    def entries(self) -> dict[str, Any]:
+        """The arguments of the constructor, as JSON values; a base of one's own is none."""
+        for base in (self.base, self.config["base"]):
+            if base is not None:
+                raise ValueError(
+                    f"save_pretrained writes flows of the default base, base=None, got {base}: save "
+                    "flow.state_dict() by torch.save, and load it into a flow built with this base"
+                )
+        return dict(self.config)
+
+    @classmethod
+    def from_entries(cls: type[_F], entries: Mapping[str, Any]) -> _F:
+        """A flow of these arguments."""
+        return cls(**entries)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, causal={self.causal}, context_dim={self.context_dim}"
+
+
+_ARGUMENTS = inspect.signature(AttentionFlow).parameters

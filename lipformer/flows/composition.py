@@ -35,6 +35,14 @@ def check_block(block: nn.Module) -> nn.Module:
     return block
 
 
+def same_number(name: str, found: Iterable[int | None]) -> int | None:
+    """The number that all agree on who have one; raises if they do not."""
+    numbers = [n for n in found if n is not None]
+    if len(set(numbers)) > 1:
+        raise ValueError(f"a flow has one {name}, got parts with {name}={', '.join(map(str, numbers))}")
+    return numbers[0] if numbers else None
+
+
 @functools.cache
 def _takes(function: Callable[..., Any], option: str) -> bool:
     parameters = inspect.signature(function).parameters
@@ -72,6 +80,7 @@ class InvertibleSequential(OnePass, nn.Sequential):
             InvertibleResidual, ActNorm, InvertibleLinear, Permutation, or another InvertibleSequential.
 
     Attributes:
+        dim: D, if one of the blocks has a ``dim``, which all that have one share; else None.
         log_det_record: the :class:`LogDet` of the last log-determinant, its errors added up; or None.
 
     Example:
@@ -90,6 +99,7 @@ class InvertibleSequential(OnePass, nn.Sequential):
         super().__init__(*blocks)
         for block in self:
             check_block(block)
+        self.dim = same_number("dim", (getattr(block, "dim", None) for block in self))
         self.refresh()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -258,9 +268,10 @@ class Flow(Layer):
         self.base = base
         self.encoder = encoder
         shape = _shape(base)
-        dims = [*shape[-1:], *(cast(int, block.dim) for block in self.blocks if hasattr(block, "dim"))]
-        self.dim = dim if dim is not None else next(iter(dims), None)
-        self.seq_len = shape[0] if seq_len is None and len(shape) == 2 else seq_len
+        if len(shape) > 2:
+            raise ValueError(f"a base is of numbers (), tokens (D,) or events (T, D), got {shape}")
+        self.dim = same_number("dim", (dim, *shape[-1:], self.blocks.dim))
+        self.seq_len = same_number("seq_len", (seq_len, *shape[:-1]))
 
     @property
     def log_det_record(self) -> LogDet | None:
@@ -405,9 +416,15 @@ class Flow(Layer):
         """x; raises unless it is (B, T, D) of the flow's width, length and dtype."""
         if x.ndim != 3 or (self.dim is not None and x.shape[-1] != self.dim):
             dim = "D" if self.dim is None else self.dim
-            raise ValueError(f"a flow of dim={dim} takes tensors (B, T, {dim}), got {tuple(x.shape)}")
+            hint = ": x[:, None] is events of one token, x[..., None] of tokens with one feature"
+            raise ValueError(
+                f"a flow of dim={dim} takes tensors (B, T, {dim}), got {tuple(x.shape)}"
+                f"{hint if x.ndim == 2 else ''}"
+            )
         if self.seq_len is not None and x.shape[1] > self.seq_len:
-            raise ValueError(f"the flow has seq_len={self.seq_len}, got {x.shape[1]} tokens")
+            raise ValueError(
+                f"the flow has seq_len={self.seq_len}, got {x.shape[1]} tokens in {tuple(x.shape)}"
+            )
         own = next((p.dtype for p in self.blocks.parameters()), x.dtype)
         if x.dtype != own and not torch.is_autocast_enabled(x.device.type):
             raise ValueError(f"the flow's weights are {own}, got {x.dtype}")
@@ -415,8 +432,17 @@ class Flow(Layer):
 
     def _base_log_prob(self, noise: Tensor, padded: Tensor | None) -> Tensor:
         """log p_0 of noise (B, T, D) without its padded tokens, (B,)."""
+        shape = _shape(self.base)
+        if noise.shape[3 - len(shape) :] != shape:
+            # It would fit by broadcasting, as numbers of no density.
+            raise ValueError(f"the base is one of events {shape}, got noise {tuple(noise.shape)}")
         noise = without_padding(noise, padded)
         parts = standard_normal_log_prob(noise) if self.base is None else self.base.log_prob(noise)
+        if parts.shape not in (noise.shape[:1], noise.shape[:2], noise.shape):
+            raise ValueError(
+                f"the base gives log_prob of shape {tuple(parts.shape)} for noise {tuple(noise.shape)}, "
+                "not one number for each entry, token or event"
+            )
         if padded is not None:
             if parts.ndim == 1:
                 raise ValueError(

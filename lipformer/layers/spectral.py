@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import cast
+from typing import NoReturn, cast
 
 import torch
 import torch.nn.functional as F
@@ -193,7 +193,17 @@ def spectral_bound(
     if mode == "orthogonal" and weight.ndim != 2:
         raise ValueError(f"mode='orthogonal' needs a matrix, got shape {tuple(weight.shape)}")
     parametrize.register_parametrization(module, name, SpectralBound(coeff, mode, measure))
+    # The class is torch's own for this module; it refuses to be pickled, without a word of what we have.
+    type(module).__getstate__ = _refuse_pickle  # type: ignore[method-assign]
     return module
+
+
+def _refuse_pickle(module: nn.Module) -> NoReturn:
+    raise RuntimeError(
+        f"{type(module).__name__} has bounded weights, which torch does not pickle: call "
+        "save_pretrained(directory) of an AttentionFlow, a language model or a classifier, and "
+        "torch.save(module.state_dict(), file) of anything else"
+    )
 
 
 class SpectralLinear(nn.Linear, Layer):

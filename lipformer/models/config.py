@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lipformer.functional.norms import NORMS
-from lipformer.models.entries import ModelConfig
+from lipformer.saving.entries import ModelConfig
 
 # The options that belong to each variant, with its best known values (docs/models). An option that
 # is not listed does nothing in that variant, so that giving it is an error.

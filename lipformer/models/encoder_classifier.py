@@ -18,13 +18,14 @@ from lipformer.layers import (
     TokenShift,
 )
 from lipformer.layers.branch import call_branch
+from lipformer.layers.one_pass import OnePass
 from lipformer.models.encoder_config import EncoderClassifierConfig
-from lipformer.models.saved_model import SavedModel
 from lipformer.models.self_attention import DotProductSelfAttention, l2_self_attention
 from lipformer.models.vision_transformer import Positions
+from lipformer.saving.saved_model import SavedModel
 
 
-class EncoderClassifier(SavedModel):
+class EncoderClassifier(OnePass, SavedModel):
     r"""Sequences, of symbols or of vectors, to the logits of their classes; padding is left out.
 
     ``body`` maps embedded tokens to logits, and :func:`lipformer.certify` of the model bounds exactly

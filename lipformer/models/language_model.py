@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from lipformer.certificate import Ask, Bound, register_bound
 from lipformer.flows import ActNorm, InvertibleSequential, NotConverged
 from lipformer.layers import frozen, step_module
+from lipformer.layers.one_pass import OnePass
 from lipformer.models.config import LanguageModelConfig
 from lipformer.models.parts import sinusoids
-from lipformer.models.saved_model import SavedModel
 from lipformer.models.variants import BODIES
+from lipformer.saving.saved_model import SavedModel
 
 
-class LanguageModel(SavedModel):
+class LanguageModel(OnePass, SavedModel):
     """A causal Transformer over symbols: tokens to the logits of the next one.
 
     ``body`` maps embedded tokens to logits, and :func:`lipformer.certify` of the model bounds exactly

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lipformer.models.entries import ModelConfig
+from lipformer.saving.entries import ModelConfig
 
 
 @dataclass(frozen=True)

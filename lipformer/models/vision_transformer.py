@@ -22,9 +22,10 @@ from lipformer.layers import (
     SpectralLinear,
     TokenMean,
 )
-from lipformer.models.saved_model import SavedModel
+from lipformer.layers.one_pass import OnePass
 from lipformer.models.self_attention import DotProductSelfAttention, l2_self_attention
 from lipformer.models.vision_config import VisionTransformerConfig
+from lipformer.saving.saved_model import SavedModel
 
 
 class PixelNorm(nn.Module):
@@ -121,7 +122,7 @@ def _(module: Positions, ask: Ask) -> Bound:
     return Bound(1.0, "constant shift")
 
 
-class VisionTransformer(SavedModel):
+class VisionTransformer(OnePass, SavedModel):
     r"""Images with pixels in [0, 1] to the logits of their classes.
 
     All but the attention has a known constant: patches that do not overlap, an embedding of norm 1,

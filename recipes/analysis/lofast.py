@@ -27,7 +27,7 @@ from rich.progress import track
 from torch import Tensor, nn
 
 from lipformer.analysis import AttentionMaps, attention_maps, lofast_bound
-from lipformer.models.saved_model import atomic_write
+from lipformer.saving.saved_model import atomic_write
 from recipes.output import exit_code, parser, show, usable_directory, write_csv
 
 matplotlib.use("Agg")

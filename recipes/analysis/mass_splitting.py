@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 import lipformer as lf
 from lipformer.analysis import AttentionMaps, measure_gain, split_attack, split_gain
-from lipformer.models.saved_model import atomic_write
+from lipformer.saving.saved_model import atomic_write
 from recipes.output import exit_code, parser, show, usable_directory, write_csv
 from training.errors import BadInput
 

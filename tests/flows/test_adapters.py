@@ -51,14 +51,14 @@ def reference(module: Any, x: Tensor, **options: Any) -> Tensor:
     return Normal(0.0, 1.0).log_prob(noise).sum((1, 2)) + log_det
 
 
-def normal() -> Independent:
-    return Independent(Normal(torch.zeros(T, D), torch.ones(T, D)), 2)
+def normal(event: tuple[int, ...] = (T, D)) -> Independent:
+    return Independent(Normal(torch.zeros(event), torch.ones(event)), len(event))
 
 
 class Host:
-    """A density in one of the libraries: log_prob of (B, T, D) and samples."""
+    """A density in one of the libraries: log_prob of (B, *event) and samples; a base of the host's."""
 
-    def __init__(self, module: nn.Module, **options: Any) -> None:
+    def __init__(self, module: nn.Module, event: tuple[int, ...] = (T, D), **options: Any) -> None:
         raise NotImplementedError
 
     def log_prob(self, x: Tensor) -> Tensor:
@@ -69,62 +69,73 @@ class Host:
 
 
 class Torch(Host):
-    def __init__(self, module: nn.Module, **options: Any) -> None:
-        self.density = TransformedDistribution(normal(), [to_torch_transform(module, **options)])
+    def __init__(self, module: nn.Module, event: tuple[int, ...] = (T, D), **options: Any) -> None:
+        self.adapted = to_torch_transform(module, **options)
+        self.density = TransformedDistribution(normal(event), [self.adapted])
 
 
 class Pyro(Host):
-    def __init__(self, module: nn.Module, **options: Any) -> None:
+    def __init__(self, module: nn.Module, event: tuple[int, ...] = (T, D), **options: Any) -> None:
         import pyro.distributions as dist
 
-        base = dist.Normal(torch.zeros(T, D), torch.ones(T, D)).to_event(2)
-        self.density = dist.TransformedDistribution(base, [to_pyro(module, **options)])
+        self.adapted = to_pyro(module, **options)
+        base = dist.Normal(torch.zeros(event), torch.ones(event)).to_event(len(event))
+        self.density = dist.TransformedDistribution(base, [self.adapted])
 
 
 class Zuko(Host):
-    def __init__(self, module: nn.Module, **options: Any) -> None:
+    def __init__(self, module: nn.Module, event: tuple[int, ...] = (T, D), **options: Any) -> None:
         import zuko
 
-        def base(loc: Tensor, scale: Tensor) -> Independent:
-            return Independent(Normal(loc, scale), 2)
-
-        lazy = zuko.lazy.UnconditionalDistribution(base, torch.zeros(T, D), torch.ones(T, D))
-        self.density = zuko.lazy.Flow(to_zuko(module, **options), lazy)()
+        self.adapted = to_zuko(module, **options)
+        base = zuko.lazy.UnconditionalDistribution(
+            zuko.distributions.DiagNormal,
+            torch.zeros(event),
+            torch.ones(event),
+            ndims=len(event),
+            buffer=True,
+        )
+        self.network = zuko.lazy.Flow(self.adapted, base)
+        self.density = self.network()
 
 
 class Normflows(Host):
-    def __init__(self, module: nn.Module, **options: Any) -> None:
+    def __init__(self, module: nn.Module, event: tuple[int, ...] = (T, D), **options: Any) -> None:
         import normflows as nf
 
-        base = nf.distributions.DiagGaussian((T, D), trainable=False)
-        self.density = nf.NormalizingFlow(base, [to_normflows(module, **options)])
+        self.adapted = to_normflows(module, **options)
+        base = nf.distributions.DiagGaussian(event, trainable=False)
+        self.network = self.density = nf.NormalizingFlow(base, [self.adapted])
 
     def sample(self, n: int) -> Tensor:
         return self.density.sample(n)[0]
 
 
 class Nflows(Host):
-    def __init__(self, module: nn.Module, **options: Any) -> None:
+    def __init__(self, module: nn.Module, event: tuple[int, ...] = (T, D), **options: Any) -> None:
         from nflows.distributions.normal import StandardNormal
         from nflows.flows.base import Flow
 
-        self.density = Flow(to_nflows(module, **options), StandardNormal([T, D]))
+        self.adapted = to_nflows(module, **options)
+        self.network = self.density = Flow(self.adapted, StandardNormal(event))
 
     def sample(self, n: int) -> Tensor:
         return self.density.sample(n)
 
 
 class Freia(Host):
-    def __init__(self, module: nn.Module, **options: Any) -> None:
-        self.network = FrEIA.framework.SequenceINN(T, D)
+    def __init__(self, module: nn.Module, event: tuple[int, ...] = (T, D), **options: Any) -> None:
+        self.event = event
+        self.network = FrEIA.framework.SequenceINN(*event)
         self.network.append(lambda dims_in: to_freia(module, dims_in, **options))
+        self.adapted = self.network[0]
 
     def log_prob(self, x: Tensor) -> Tensor:
         noise, log_det = self.network(x)
-        return normal().log_prob(noise) + log_det
+        return normal(self.event).log_prob(noise) + log_det
 
     def sample(self, n: int) -> Tensor:
-        return self.network(torch.randn(n, T, D), rev=True)[0]
+        return self.network(torch.randn(n, *self.event), rev=True)[0]
 
 
 HOSTS = {host.__name__: host for host in (Torch, Normflows, Nflows, Freia, Zuko, Pyro)}
@@ -269,7 +280,7 @@ def test_freia_gets_zeros_when_it_asks_for_no_jacobian() -> None:
     torch.testing.assert_close(back, x, rtol=0, atol=1e-4)
     torch.testing.assert_close(reverse, -forward, rtol=0, atol=1e-4)  # both are taken at the data
     assert module.output_dims([(T, D)]) == [(T, D)]
-    with pytest.raises(ValueError, match=r"events have shape \(T, D\)"):
+    with pytest.raises(ValueError, match=r"shape \(T <= 5, D\), got \(4,\): vectors='token'"):
         to_freia(block(), [(D,)])
 
 
@@ -417,7 +428,7 @@ def test_a_cache_saves_the_solve_and_the_log_determinant() -> None:
 
 
 def ambiguous(n: int) -> tuple[Tensor, str]:
-    shapes = rf"got \({n}, {D}\): give \(1, {n}, {D}\).*\({n}, 1, {D}\)"
+    shapes = rf"got \({n}, {D}\): give \(1, {n}, {D}\) .* {n} vectors .* vectors='token'"
     return torch.randn(n, D), shapes
 
 
@@ -467,7 +478,7 @@ def test_what_is_refused() -> None:
             call()
     with pytest.raises(TypeError, match="forward_and_log_det.*got Linear"):
         to_torch_transform(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match=r"events have shape \(\*, T, D\), got \(4,\)"):
+    with pytest.raises(ValueError, match=r"events have shape \(\*, T <= 5, D\), got \(4,\)"):
         to_torch_transform(block())._call(torch.zeros(4))
 
 

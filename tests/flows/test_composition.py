@@ -188,9 +188,37 @@ class TestFlow:
             flow.log_prob(torch.zeros(2, T, 3))
         with pytest.raises(ValueError, match="seq_len=5, got 6 tokens"):
             flow.double().log_prob(torch.zeros(2, 6, D, dtype=F64))
-        wrong = Flow([ActNorm(D)], Independent(Normal(torch.zeros(T, 2), 1.0), 2), dim=D, seq_len=T)
-        with pytest.raises(ValueError, match=r"the base draws \(3, 5, 2\) where noise is \(3, 5, 4\)"):
-            wrong.sample(3)
+        with pytest.raises(ValueError, match=r"got \(3, 4\): x\[:, None\] is events of one token"):
+            flow.log_prob(torch.zeros(3, D))
+
+    def test_parts_agree_on_the_shape(self) -> None:
+        for build in (
+            lambda: InvertibleSequential(ActNorm(D), InvertibleSequential(Permutation(2))),
+            lambda: Flow([ActNorm(D)], Independent(Normal(torch.zeros(T, 2), 1.0), 2)),
+            lambda: Flow([ActNorm(D)], dim=2),
+        ):
+            with pytest.raises(ValueError, match="has one dim, got parts with dim=(4, 2|2, 4)"):
+                build()
+        with pytest.raises(ValueError, match="has one seq_len, got parts with seq_len=6, 5"):
+            Flow([ActNorm(D)], BASES["events"](), seq_len=6)
+        with pytest.raises(ValueError, match=r"events \(T, D\), got \(2, 5, 4\)"):
+            Flow([ActNorm(D)], Normal(torch.zeros(2, T, D), 1.0))
+
+    def test_nothing_fits_a_base_by_broadcasting(self) -> None:
+        base = Normal(torch.zeros(T, D, dtype=F64), 1.0)
+        x = torch.zeros(3, 1, D, dtype=F64)
+        assert base.log_prob(x).shape == (3, T, D), "the base would count one token five times"
+        flow = Flow([ActNorm(D)], base).double()
+        with pytest.raises(ValueError, match=r"is one of events \(5, 4\), got noise \(3, 1, 4\)"):
+            flow.log_prob(x)
+
+        class Summed:
+            def log_prob(self, noise: Tensor) -> Tensor:
+                return noise.sum()
+
+        flow.base = Summed()
+        with pytest.raises(ValueError, match=r"log_prob of shape \(\) for noise \(3, 1, 4\)"):
+            flow.log_prob(x)
 
     def test_a_flow_is_a_block(self, x: Tensor) -> None:
         flow = scrambled(Flow(blocks(), dim=D))

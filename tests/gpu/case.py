@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lipformer.models.entries import ModelConfig
+from lipformer.saving.entries import ModelConfig
 
 Spec = functools.partial[Any]
 EVERYWHERE = ("pretend", "cuda")

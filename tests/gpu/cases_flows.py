@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from typing import Any
 
 import torch
@@ -130,6 +131,16 @@ def transformed(block: Any, x: Tensor) -> Any:
     return y, transform.log_abs_det_jacobian(x, y)
 
 
+def vectors(flow: Any, x: Tensor) -> Any:
+    """Each token as an event of a transform, and the flow through files."""
+    with tempfile.TemporaryDirectory() as directory:
+        flow.save_pretrained(directory)
+        again = type(flow).from_pretrained(directory, device=x.device)
+    transform = flows.to_torch_transform(again, vectors="token")
+    y = transform(x)
+    return y, transform.log_abs_det_jacobian(x, y)
+
+
 def case(spec: Any, **options: Any) -> Case:
     return Case(spec, (tokens,), **options)
 
@@ -239,7 +250,7 @@ FLOWS = by_name(
         case(FLOWS_OF[0], call=log_prob, named={"method": "series"}, compared=DRAWN),
         *(case(made, call=sample, trains=False, compared=DRAWN) for made in FLOWS_OF),
         case(FLOWS_OF[1], call=sample, named=PADDED, trains=False, compared=DRAWN),
-        case(FLOWS_OF[1], call=initialized, trains=False),
+        *(case(FLOWS_OF[1], call=call, trains=False) for call in (initialized, vectors)),
         *(
             case(BLOCKS[1], call=call, trains=False)
             for call in (residual_log_det, estimates, solved, transformed)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from lipformer.models.saved_model import atomic_write
+from lipformer.saving.saved_model import atomic_write
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lipformer.flows.adapters.directions import Adapted, Options, two_readings
+from lipformer.flows.adapters.directions import Adapted, Options
 from lipformer.flows.adapters.torch_transform import BlockTransform, NoiseToData
 
 
@@ -36,10 +37,10 @@ def _normflows() -> type[nn.Module]:
         """A normflows Flow: forward is latent to data."""
 
         def forward(self, z: Tensor) -> tuple[Tensor, Tensor]:
-            return self.data_and_log_det(_batch(z))
+            return self.data_and_log_det(z)
 
         def inverse(self, z: Tensor) -> tuple[Tensor, Tensor]:
-            return self.noise_and_log_det(_batch(z))
+            return self.noise_and_log_det(z)
 
     return NormflowsBlock
 
@@ -52,11 +53,11 @@ def _nflows() -> type[nn.Module]:
 
         def forward(self, inputs: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
             _refuse_condition(context)
-            return self.noise_and_log_det(_batch(inputs))
+            return self.noise_and_log_det(inputs)
 
         def inverse(self, inputs: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
             _refuse_condition(context)
-            return self.data_and_log_det(_batch(inputs))
+            return self.data_and_log_det(inputs)
 
     return NflowsBlock
 
@@ -75,10 +76,11 @@ def _freia() -> type[nn.Module]:
             block: nn.Module,
             options: Options | None = None,
         ) -> None:
-            super().__init__(block, options or Options(), dims_in, dims_c)
+            options = options or Options()
+            if dims_in:
+                options = replace(options, event_shape=dims_in[0])
+            super().__init__(block, options, dims_in, dims_c)
             _refuse_condition(dims_c)
-            if any(len(dims) != 2 for dims in self.dims_in):
-                raise ValueError(f"events have shape (T, D), got dims_in={list(dims_in)}")
 
         def forward(
             self,
@@ -88,11 +90,11 @@ def _freia() -> type[nn.Module]:
             jac: bool = True,
         ) -> tuple[tuple[Tensor], Tensor]:
             _refuse_condition(c)
-            (x,) = map(_batch, x_or_z)
+            (x,) = x_or_z
             if jac:
                 out, log_det = (self.data_and_log_det if rev else self.noise_and_log_det)(x)
                 return (out,), log_det
-            out = self.data_of(x) if rev else self.block(x)
+            out = (self.data_of if rev else self.noise_of)(x)
             # FrEIA adds what it gets, asked for or not.
             return (out,), x.new_zeros(x.shape[0])
 
@@ -148,13 +150,6 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _batch(x: Tensor) -> Tensor:
-    """x; raises unless it is a batch of events, which is all that these hosts know."""
-    if x.ndim == 2:
-        raise ValueError(two_readings(x))
-    return x
-
-
 def _refuse_condition(condition: object) -> None:
     if condition is not None and (isinstance(condition, Tensor) or condition):
         raise ValueError("the block takes no condition (context, c), but got one")
@@ -177,7 +172,7 @@ def to_freia(block: nn.Module, dims_in: Sequence[tuple[int, ...]] = (), **option
     """An invertible block as an InvertibleModule of FrEIA, of which forward is data to latent.
 
     In a SequenceINN: ``inn.append(lambda dims_in: to_freia(block, dims_in))``, with FrEIA's list of the
-    shape (T, D) of an event.
+    shape of an event: (T, D), or (D,) with ``vectors``.
     """
     return _class("FreiaBlock")(dims_in, block=block, options=Options(**options))
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributions import Transform, constraints
 
-from lipformer.flows.adapters.directions import Adapted, Options, two_readings
+from lipformer.flows.adapters.directions import Adapted, Options
 
 
 class _Pair(NamedTuple):
@@ -30,16 +31,29 @@ class NoiseToData(Adapted):
     the last pair is kept by the same rule, in both directions, and used as often as asked for.
     """
 
-    domain = constraints.independent(constraints.real, 2)
-    codomain = constraints.independent(constraints.real, 2)
+    single = False
     bijective = True
     sign = None  # of several coordinates there is none
 
     _kept: _Pair | None = None
     _cache_size: int
 
+    @constraints.dependent_property(is_discrete=False)
+    def domain(self) -> Any:
+        """Events (T, D) of real numbers, or vectors."""
+        return constraints.independent(constraints.real, self.events.ndim)
+
+    codomain = domain
+
+    def forward_shape(self, shape: Sequence[int]) -> Sequence[int]:
+        """The shape itself, if it is one of events: torch asks for that of a base here."""
+        self.events.check(shape)
+        return shape
+
+    inverse_shape = forward_shape
+
     def __call__(self, x: Tensor) -> Tensor:
-        """Noise (*, T, D) to data (*, T, D)."""
+        """Noise (*, *event) to data of the same shape."""
         kept = self._current(noise=x) if self._cache_size else None
         if kept is not None:
             return kept.data
@@ -56,19 +70,19 @@ class NoiseToData(Adapted):
         return self.data_of(x)
 
     def _inverse(self, y: Tensor) -> Tensor:
-        noise, log_det = self.noise_and_log_det(self._checked(y))
+        noise, log_det = self._from_data(y)
         self._keep(noise, y, -log_det)
         return noise
 
     def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:
-        """log|det dy/dx| (*), x being noise and y data of shape (*, T, D)."""
+        """log|det dy/dx| (*), x being noise and y data of shape (*, *event)."""
         kept = self._current(noise=x, data=y)
         if not self._cache_size:
             self._kept = None
         if kept is not None and kept.log_det is not None:
             return kept.log_det
         # The log-determinant is a function of the data: no inverse is needed.
-        return -self.noise_and_log_det(self._checked(y))[1]
+        return -self._from_data(y)[1]
 
     def _keep(self, noise: Tensor, data: Tensor, log_det: Tensor | None) -> None:
         modes, tensors = self._state(noise, data)
@@ -91,15 +105,9 @@ class NoiseToData(Adapted):
         modes = [torch.is_grad_enabled(), repr(self.block), *(m.training for m in self.block.modules())]
         return modes, [t.detach() for t in tensors]
 
-    def _checked(self, data: Tensor) -> Tensor:
-        """Data; without a batch it must be an event of as many tokens as the block was built for.
-
-        Noise without a batch is what a base draws, an event by its shape. But data (N, D) may be N
-        samples as well as one event.
-        """
-        if data.ndim == 2 and data.shape[0] not in _lengths(self.block):
-            raise ValueError(two_readings(data))
-        return data
+    def _from_data(self, data: Tensor) -> tuple[Tensor, Tensor]:
+        self.events.check_data(data.shape)
+        return self.noise_and_log_det(data)
 
     def with_cache(self, cache_size: int = 1) -> Any:
         """The same transform with a cache of the last pair, or without."""
@@ -117,14 +125,8 @@ def _equal(one: Tensor, other: Tensor) -> bool:
     return one.dtype == other.dtype and one.device == other.device and torch.equal(one, other)
 
 
-def _lengths(block: nn.Module) -> set[int]:
-    """The numbers of tokens that the parts of a block were built for."""
-    found = (getattr(part, "seq_len", None) for part in block.modules())
-    return {length for length in found if length is not None}
-
-
 class BlockTransform(NoiseToData, Transform):  # type: ignore[misc]  # torch's are of wider types
-    """An invertible block as torch's Transform; call: noise (*, T, D) to data (*, T, D)."""
+    """An invertible block as torch's Transform; call: noise (*, *event) to data of the same shape."""
 
 
 def to_torch_transform(block: nn.Module, **options: Any) -> BlockTransform:
@@ -133,7 +135,9 @@ def to_torch_transform(block: nn.Module, **options: Any) -> BlockTransform:
     Args:
         block: a module with forward, inverse, forward_and_log_det and inverse_and_log_det.
         options: method and generator of log-determinants, tol and max_iter of the inverse; the default
-            is the block's.
+            is the block's. vectors="token" if events are vectors (D,), each one token, or "tokens" if
+            each of their features is a token. event_shape, (T, D) or (D,), where a size of it is 1 that
+            the block does not know: else that is refused, as it fits a base of any size.
 
     Example:
         >>> from torch.distributions import Independent, Normal, TransformedDistribution

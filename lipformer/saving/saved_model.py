@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from lipformer.functional.rounding import DTYPES
-from lipformer.layers.one_pass import OnePass
-from lipformer.models.entries import ModelConfig
+from lipformer.layers.layer import Layer
+from lipformer.saving.entries import ModelConfig
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 _M = TypeVar("_M", bound="SavedModel")
 
 
-class SavedModel(OnePass):
+class SavedModel(Layer):
     """A model that is built from its config alone.
 
     Attributes:
@@ -35,21 +35,36 @@ class SavedModel(OnePass):
     config: Any
     _built: dict[str, str]
 
+    def entries(self) -> dict[str, Any]:
+        """What the model is built from, as JSON values."""
+        entries: dict[str, Any] = self.config.to_dict()
+        return entries
+
+    @classmethod
+    def from_entries(cls: type[_M], entries: Mapping[str, Any]) -> _M:
+        """A model of :meth:`entries`, with weights drawn anew.
+
+        Raises:
+            ValueError, TypeError: an entry is unknown, missing or wrong.
+        """
+        return cls(cls.config_class.from_dict(entries))
+
     def remember_parts(self) -> None:
         """Notes which parts the config stands for; called when the model is built."""
         self._built = self._parts()
         self.refresh()
 
     def _parts(self) -> dict[str, str]:
-        """The class of each part by its path."""
-        return {path: type(part).__name__ for path, part in self.named_modules()}
+        """The class and the settings of each part by its path."""
+        parts = ((path, part, part.extra_repr() if path else "") for path, part in self.named_modules())
+        return {path: f"{type(part).__name__}({settings})" for path, part, settings in parts}
 
     def save_pretrained(self, directory: str | PathLike[str]) -> None:
         """Writes ``model.safetensors`` and ``config.json`` (needs the package safetensors).
 
         Raises:
-            ValueError: parts of the model were replaced since it was built, by :func:`lipformer.bake` or
-                by hand, so that its config no longer describes it.
+            ValueError: parts of the model were replaced or set anew since it was built, by
+                :func:`lipformer.bake` or by hand, so that its config no longer describes it.
         """
         parts = self._parts()
         for path in sorted({*parts, *self._built}):
@@ -60,7 +75,7 @@ class SavedModel(OnePass):
                     "baked or changed model cannot be loaded from its config; save the model before "
                     "lipformer.bake, and bake what from_pretrained returns"
                 )
-        _save(directory, self.config, self.state_dict())
+        _save(directory, _format(type(self)), self.entries(), self.state_dict())
 
     @classmethod
     def from_pretrained(
@@ -73,9 +88,8 @@ class SavedModel(OnePass):
             ValueError: a file is damaged, or not one of ours; it says which and how.
             RuntimeError: the weights do not fit the config; it says which.
         """
-        config, tensors = _load(directory, cls.config_class)
         with torch.random.fork_rng(devices=[]):
-            model = cls(config)
+            model, tensors = _load(directory, cls)
         check_dtypes(model.state_dict(), tensors)
         model.load_state_dict(tensors, assign=True)
         return model.to(device).eval()
@@ -94,7 +108,12 @@ def check_dtypes(own: Mapping[str, Tensor], given: Mapping[str, Any]) -> None:
                 raise ValueError(f"{name} must be of dtype {known}, got {given[name].dtype}")
 
 
-def _save(directory: str | PathLike[str], config: ModelConfig, tensors: Mapping[str, Tensor]) -> None:
+def _save(
+    directory: str | PathLike[str],
+    form: str,
+    entries: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+) -> None:
     """Writes both files.
 
     The weights name the config they were saved with by its digest. It waits under that name while they
@@ -102,10 +121,9 @@ def _save(directory: str | PathLike[str], config: ModelConfig, tensors: Mapping[
     """
     import safetensors.torch
 
-    entries = {"format": _format(type(config)), **config.to_dict()}
-    text = json.dumps(entries, indent=2, ensure_ascii=False) + "\n"
-    metadata = {"format": "pt", "config": _digest(config)}
-    path, waiting = Path(directory) / WEIGHTS, Path(directory) / _waiting(_digest(config))
+    text = json.dumps({"format": form, **entries}, indent=2, ensure_ascii=False) + "\n"
+    metadata = {"format": "pt", "config": _digest(entries)}
+    path, waiting = Path(directory) / WEIGHTS, Path(directory) / _waiting(_digest(entries))
     weights = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
     with atomic_write(waiting) as part:
         part.write_text(text, encoding="utf-8")
@@ -120,14 +138,12 @@ def _save(directory: str | PathLike[str], config: ModelConfig, tensors: Mapping[
     os.replace(waiting, path.with_name(CONFIG))
 
 
-def _load(
-    directory: str | PathLike[str], kind: type[ModelConfig]
-) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """Reads and checks both files of a model with a config of this kind."""
+def _load(directory: str | PathLike[str], cls: type[_M]) -> tuple[_M, dict[str, Tensor]]:
+    """A model of the class with fresh weights, and the weights it was saved with."""
     import safetensors
 
     path = Path(directory) / WEIGHTS
-    config = _read_config(path.with_name(CONFIG), kind)
+    model, digest = _built(path.with_name(CONFIG), cls)
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -137,24 +153,25 @@ def _load(
         raise ValueError(f"{path} is truncated or no safetensors file: {error}") from error
     wanted = metadata.get("config", "")
     waiting = path.with_name(_waiting(wanted))
-    if wanted != _digest(config) and waiting.is_file():
-        config = _read_config(waiting, kind)
-    if wanted != _digest(config):
+    if wanted != digest and waiting.is_file():
+        model, digest = _built(waiting, cls)
+    if wanted != digest:
         raise ValueError(f"{path} was not saved with this {CONFIG}: save the model again, both at once")
-    return config, tensors
+    return model, tensors
 
 
-def _format(kind: type[ModelConfig]) -> str:
+def _format(cls: type[SavedModel]) -> str:
     """How the JSON file names the kind of model that a config is of."""
-    return f"lipformer.{kind.__name__.removesuffix('Config')}"
+    return f"lipformer.{cls.__name__}"
 
 
-def _read_config(path: Path, kind: type[ModelConfig]) -> ModelConfig:
+def _built(path: Path, cls: type[_M]) -> tuple[_M, str]:
+    """The model that a config file describes, and the file's digest."""
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
-        if entries.pop("format", None) != _format(kind):
-            raise ValueError(f'its "format" is not "{_format(kind)}"')
-        return kind.from_dict(entries)
+        if entries.pop("format", None) != _format(cls):
+            raise ValueError(f'its "format" is not "{_format(cls)}"')
+        return cls.from_entries(entries), _digest(entries)
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged or describes another model: {error}") from error
 
@@ -164,8 +181,8 @@ def _waiting(digest: str) -> str:
     return f".config.{digest}.json"
 
 
-def _digest(config: ModelConfig) -> str:
-    text = json.dumps(config.to_dict(), sort_keys=True)
+def _digest(entries: Mapping[str, Any]) -> str:
+    text = json.dumps(entries, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 

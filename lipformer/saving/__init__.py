@@ -1,0 +1,1 @@
+"""Models as files: weights and the JSON values that they are built from."""
