@@ -2,6 +2,8 @@ r"""L2 attention with weights of its own for queries, keys and values, and a nul
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -64,7 +66,11 @@ def null_key_attention(
     dtype = kernel_dtype(q)
     wide = torch.promote_types(dtype, torch.float32)
     temperature = q.shape[-1] ** -0.5 if scale is None else scale
-    root = torch.as_tensor(2 * temperature, dtype=wide, device=q.device).sqrt()
+    root: float | Tensor
+    if isinstance(temperature, Tensor):
+        root = (2.0 * temperature).to(wide).sqrt()
+    else:
+        root = math.sqrt(2.0 * temperature)
     centre = _centre(k, padding, is_causal).to(wide)
     a = ((q.to(wide) - centre) * root).to(dtype)
     b = (k.to(wide) - centre) * root
@@ -75,7 +81,8 @@ def null_key_attention(
     depth = -0.5 * (_squares(b, wide) + _squares(v.to(wide) * value_scale * root, wide))
     if padding is not None:
         depth = depth.masked_fill(padding[..., None, :, None], -PADDED)
-    fixed = a.new_tensor(units)
+    # Filled, not copied from the host.
+    fixed = torch.stack([a.new_full((), unit) for unit in units])
     queries = [
         a,
         fixed.expand(*a.shape[:-1], -1),
