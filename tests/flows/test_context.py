@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -425,3 +426,11 @@ def test_what_takes_no_context_says_so() -> None:
             conditional(X, context=wrong)
     with pytest.raises(ValueError, match="limit must be positive"):
         ContextAffine(2, 3, limit=0.0)
+
+
+def test_saving_keeps_the_context(tmp_path: Path) -> None:
+    flow = AttentionFlow(2, **KINDS["sequence"]).eval()
+    flow.save_pretrained(tmp_path)
+    x, c = events().float(), contexts(3, 3).float()
+    loaded = AttentionFlow.from_pretrained(tmp_path).eval()
+    assert torch.equal(loaded.log_prob(x, context=c), flow.log_prob(x, context=c))

@@ -36,11 +36,11 @@ def _normflows() -> type[nn.Module]:
     class NormflowsBlock(Adapted, base):
         """A normflows Flow: forward is latent to data."""
 
-        def forward(self, z: Tensor) -> tuple[Tensor, Tensor]:
-            return self.data_and_log_det(z)
+        def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+            return self.data_and_log_det(z, context)
 
-        def inverse(self, z: Tensor) -> tuple[Tensor, Tensor]:
-            return self.noise_and_log_det(z)
+        def inverse(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+            return self.noise_and_log_det(z, context)
 
     return NormflowsBlock
 
@@ -52,12 +52,10 @@ def _nflows() -> type[nn.Module]:
         """An nflows Transform: forward is data to noise."""
 
         def forward(self, inputs: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-            _refuse_condition(context)
-            return self.noise_and_log_det(inputs)
+            return self.noise_and_log_det(inputs, context)
 
         def inverse(self, inputs: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-            _refuse_condition(context)
-            return self.data_and_log_det(inputs)
+            return self.data_and_log_det(inputs, context)
 
     return NflowsBlock
 
@@ -80,7 +78,9 @@ def _freia() -> type[nn.Module]:
             if dims_in:
                 options = replace(options, event_shape=dims_in[0])
             super().__init__(block, options, dims_in, dims_c)
-            _refuse_condition(dims_c)
+            dim = getattr(block, "context_dim", None)
+            if dims_c and [tuple(dims) for dims in dims_c] != [(dim,)]:
+                raise ValueError(f"the block has context_dim={dim}, got dims_c={list(dims_c)}")
 
         def forward(
             self,
@@ -89,12 +89,12 @@ def _freia() -> type[nn.Module]:
             rev: bool = False,
             jac: bool = True,
         ) -> tuple[tuple[Tensor], Tensor]:
-            _refuse_condition(c)
             (x,) = x_or_z
+            (context,) = c or (None,)
             if jac:
-                out, log_det = (self.data_and_log_det if rev else self.noise_and_log_det)(x)
+                out, log_det = (self.data_and_log_det if rev else self.noise_and_log_det)(x, context)
                 return (out,), log_det
-            out = (self.data_of if rev else self.noise_of)(x)
+            out = (self.data_of if rev else self.noise_of)(x, context)
             # FrEIA adds what it gets, asked for or not.
             return (out,), x.new_zeros(x.shape[0])
 
@@ -113,8 +113,7 @@ def _zuko() -> type[nn.Module]:
         """A zuko LazyTransform: the transform it returns is data to noise."""
 
         def forward(self, c: Tensor | None = None) -> torch.distributions.Transform:
-            _refuse_condition(c)
-            return BlockTransform(self.block, self.options).inv
+            return BlockTransform(self.block, replace(self.options, context=self.condition_of(c))).inv
 
     return ZukoBlock
 
@@ -128,11 +127,24 @@ def _pyro() -> type[nn.Module]:
     return PyroBlock
 
 
+def _pyro_conditional() -> type[nn.Module]:
+    base: Any = _host("pyro.distributions.conditional", "pyro-ppl").ConditionalTransformModule
+
+    class PyroConditionalBlock(Adapted, base):
+        """A Pyro ConditionalTransformModule: ``condition(context)`` is a transform, noise to data."""
+
+        def condition(self, context: Tensor) -> BlockTransform:
+            return BlockTransform(self.block, replace(self.options, context=context))
+
+    return PyroConditionalBlock
+
+
 _MAKERS: dict[str, Callable[[], type[nn.Module]]] = {
     "FreiaBlock": _freia,
     "NflowsBlock": _nflows,
     "NormflowsBlock": _normflows,
     "PyroBlock": _pyro,
+    "PyroConditionalBlock": _pyro_conditional,
     "ZukoBlock": _zuko,
 }
 
@@ -150,11 +162,6 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _refuse_condition(condition: object) -> None:
-    if condition is not None and (isinstance(condition, Tensor) or condition):
-        raise ValueError("the block takes no condition (context, c), but got one")
-
-
 def to_normflows(block: nn.Module, **options: Any) -> Any:
     """An invertible block as a Flow of normflows, of which forward is latent to data.
 
@@ -168,13 +175,19 @@ def to_nflows(block: nn.Module, **options: Any) -> Any:
     return _class("NflowsBlock")(block, Options(**options))
 
 
-def to_freia(block: nn.Module, dims_in: Sequence[tuple[int, ...]] = (), **options: Any) -> Any:
+def to_freia(
+    block: nn.Module,
+    dims_in: Sequence[tuple[int, ...]] = (),
+    dims_c: Sequence[tuple[int, ...]] | None = None,
+    **options: Any,
+) -> Any:
     """An invertible block as an InvertibleModule of FrEIA, of which forward is data to latent.
 
     In a SequenceINN: ``inn.append(lambda dims_in: to_freia(block, dims_in))``, with FrEIA's list of the
-    shape of an event: (T, D), or (D,) with ``vectors``.
+    shape of an event: (T, D), or (D,) with ``vectors``. With a context:
+    ``inn.append(lambda dims_in, dims_c: to_freia(block, dims_in, dims_c), cond=0, cond_shape=(C,))``.
     """
-    return _class("FreiaBlock")(dims_in, block=block, options=Options(**options))
+    return _class("FreiaBlock")(dims_in, dims_c, block=block, options=Options(**options))
 
 
 def to_zuko(block: nn.Module, **options: Any) -> Any:
@@ -183,5 +196,10 @@ def to_zuko(block: nn.Module, **options: Any) -> Any:
 
 
 def to_pyro(block: nn.Module, **options: Any) -> Any:
-    """An invertible block as a TransformModule of Pyro, called with noise, returning data."""
-    return _class("PyroBlock")(block, Options(**options))
+    """An invertible block as a TransformModule of Pyro, called with noise, returning data.
+
+    A block that takes a context becomes a ConditionalTransformModule, unless ``context`` is given here.
+    """
+    given = Options(**options)
+    conditional = getattr(block, "context_dim", None) is not None and given.context is None
+    return _class("PyroConditionalBlock" if conditional else "PyroBlock")(block, given)

@@ -101,7 +101,8 @@ class NoiseToData(Adapted):
 
     def _state(self, noise: Tensor, data: Tensor) -> tuple[list[object], list[Tensor]]:
         """What a pair depends on: settings, and the numbers of the pair itself, weights and buffers."""
-        tensors = (noise, data, *self.block.parameters(), *self.block.buffers())
+        given = () if self.options.context is None else (self.options.context,)
+        tensors = (noise, data, *given, *self.block.parameters(), *self.block.buffers())
         modes = [torch.is_grad_enabled(), repr(self.block), *(m.training for m in self.block.modules())]
         return modes, [t.detach() for t in tensors]
 
@@ -137,7 +138,8 @@ def to_torch_transform(block: nn.Module, **options: Any) -> BlockTransform:
         options: method and generator of log-determinants, tol and max_iter of the inverse; the default
             is the block's. vectors="token" if events are vectors (D,), each one token, or "tokens" if
             each of their features is a token. event_shape, (T, D) or (D,), where a size of it is 1 that
-            the block does not know: else that is refused, as it fits a base of any size.
+            the block does not know: else that is refused, as it fits a base of any size. context,
+            (C,) or (*, C), of a block that takes one.
 
     Example:
         >>> from torch.distributions import Independent, Normal, TransformedDistribution
