@@ -143,8 +143,9 @@ class InvertibleSequential(OnePass, nn.Sequential):
     ) -> Tensor:
         """(B, T, D) -> (B, T, D); tol and max_iter hold for each block, None is its default."""
         check_context(self, context, y)
-        for block in reversed(self):
-            y = run(block, "inverse", y, key_padding_mask, context, tol=tol, max_iter=max_iter)
+        with self.one_pass():
+            for block in reversed(self):
+                y = run(block, "inverse", y, key_padding_mask, context, tol=tol, max_iter=max_iter)
         return y
 
     def forward_and_log_det(
@@ -184,7 +185,8 @@ class InvertibleSequential(OnePass, nn.Sequential):
     ) -> tuple[Tensor, Tensor]:
         """The input (B, T, D) and log|det| of the inverse (B,); arguments as above."""
         options = {"generator": generator, "tol": tol, "max_iter": max_iter}
-        return self._add_up("inverse_and_log_det", y, key_padding_mask, context, method, **options)
+        with self.one_pass():
+            return self._add_up("inverse_and_log_det", y, key_padding_mask, context, method, **options)
 
     def _add_up(
         self,
