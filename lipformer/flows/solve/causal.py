@@ -79,6 +79,8 @@ def solve_causal(
     solution = images = y
     if y.numel() and accelerate is not True:
         steps = _AllTokens(branch, y, token_size, rate, tolerance * (1.0 - rate), accelerate)
+        if not promise:
+            steps.leaks = False  # a Jacobian, which takes each sample once
         solution, images, evaluations = steps.run(max_iter)
         left = steps.given_up.to(y.device)
     if y.numel() and len(left):
