@@ -14,9 +14,12 @@ from torch import Tensor, nn
 from lipformer.certificate import Ask, Bound, register_bound, times
 from lipformer.flows.act_norm import ActNorm
 from lipformer.flows.context import Context, encode_context
+from lipformer.flows.continuation import check_prefix
 from lipformer.flows.log_det.methods import LogDet
 from lipformer.flows.solve.fixed_point import Record
-from lipformer.layers.branch import check_context
+from lipformer.layers import frozen
+from lipformer.layers.branch import Call, check_context
+from lipformer.layers.decoding import Cache, register_step, select_cache, step_module
 from lipformer.layers.layer import Layer
 from lipformer.layers.layout import padding, without_padding
 from lipformer.layers.one_pass import OnePass
@@ -143,8 +146,9 @@ class InvertibleSequential(OnePass, nn.Sequential):
     ) -> Tensor:
         """(B, T, D) -> (B, T, D); tol and max_iter hold for each block, None is its default."""
         check_context(self, context, y)
-        for block in reversed(self):
-            y = run(block, "inverse", y, key_padding_mask, context, tol=tol, max_iter=max_iter)
+        with self.one_pass():
+            for block in reversed(self):
+                y = run(block, "inverse", y, key_padding_mask, context, tol=tol, max_iter=max_iter)
         return y
 
     def forward_and_log_det(
@@ -184,7 +188,34 @@ class InvertibleSequential(OnePass, nn.Sequential):
     ) -> tuple[Tensor, Tensor]:
         """The input (B, T, D) and log|det| of the inverse (B,); arguments as above."""
         options = {"generator": generator, "tol": tol, "max_iter": max_iter}
-        return self._add_up("inverse_and_log_det", y, key_padding_mask, context, method, **options)
+        with self.one_pass():
+            return self._add_up("inverse_and_log_det", y, key_padding_mask, context, method, **options)
+
+    @torch.no_grad()
+    def inverse_step(
+        self,
+        y: Tensor,
+        cache: Cache = None,
+        key_padding_mask: Tensor | None = None,
+        context: Tensor | None = None,
+        *,
+        tol: float | None = None,
+        max_iter: int | None = None,
+    ) -> tuple[Tensor, Cache]:
+        """inverse of new tokens (B, T, D) of causal blocks, and the cache to go on with.
+
+        See :meth:`InvertibleResidual.inverse_step`; the caches are those of :meth:`step`.
+        """
+        news: list[Cache] = []
+        olds = (None,) * len(self) if cache is None else cache
+        for block, old in zip(reversed(self), reversed(olds), strict=True):
+            given: dict[str, Any] = {"tol": tol, "max_iter": max_iter}
+            if getattr(block, "token_wise", False) is True:
+                y, new = run(block, "inverse", y, key_padding_mask, context, **given), None
+            else:
+                y, new = run(block, "inverse_step", y, key_padding_mask, context, cache=old, **given)
+            news.append(new)
+        return y, tuple(reversed(news))
 
     def _add_up(
         self,
@@ -215,6 +246,16 @@ def _(module: InvertibleSequential, ask: Ask) -> Bound:
     # Not named_children(), which leaves out a module's second use.
     rules = (functools.partial(Ask.child, module=part, name=str(i)) for i, part in enumerate(module))
     return ask.in_turn(rules, directly=True)
+
+
+@register_step(InvertibleSequential)
+def _(module: InvertibleSequential, x: Tensor, cache: Cache, call: Call) -> tuple[Tensor, Cache]:
+    news: list[Cache] = []
+    for block, old in zip(module, (None,) * len(module) if cache is None else cache, strict=True):
+        takes = getattr(block, "context_dim", None) is not None
+        x, new = step_module(block, x, old, *(call if takes else call._replace(context=None)))
+        news.append(new)
+    return x, tuple(news)
 
 
 def standard_normal_log_prob(z: Tensor) -> Tensor:
@@ -356,6 +397,7 @@ class Flow(Layer):
         x: Tensor,
         key_padding_mask: Tensor | None = None,
         *,
+        prefix: Tensor | None = None,
         context: Context = None,
         method: str | None = None,
         generator: torch.Generator | None = None,
@@ -366,10 +408,19 @@ class Flow(Layer):
             x: data (B, T, D).
             key_padding_mask: (B, T), True (or -inf) at padded tokens.
             context: (B, C) or (B, S, C), see :class:`Flow`.
+            prefix: (B, P, D): log p(x | prefix), of x as the tokens after these, by a causal flow (see
+                :meth:`continue_`): log p of both together minus log p of the prefix. No padding.
             method: "exact", "causal", "series" or "roulette", see
                 :meth:`InvertibleSequential.forward_and_log_det`.
             generator: of random log-determinants.
         """
+        if prefix is not None:
+            if key_padding_mask is not None:
+                raise ValueError("log_prob takes a prefix or a key_padding_mask, not both")
+            check_prefix(self.blocks, _shape(self.base), self.seq_len, prefix, x.shape[1])
+            options: dict[str, Any] = {"context": context, "method": method, "generator": generator}
+            both = self.log_prob(torch.cat([prefix, x], 1), **options)
+            return both - self.log_prob(prefix, **options)
         noise, log_det = self.forward_and_log_det(
             x, key_padding_mask, context, method=method, generator=generator
         )
@@ -408,6 +459,56 @@ class Flow(Layer):
         padded = padding(key_padding_mask, noise)
         x = self.inverse(noise, key_padding_mask, context, tol=tol, max_iter=max_iter)
         return without_padding(x, padded)
+
+    @torch.no_grad()
+    def continue_(
+        self,
+        prefix: Tensor,
+        steps: int,
+        context: Context = None,
+        *,
+        num_samples: int | None = None,
+        generator: torch.Generator | None = None,
+        tol: float | None = None,
+        max_iter: int | None = None,
+    ) -> Tensor:
+        r"""Draws the tokens after a prefix from :math:`p(x_{P+1}, ..., x_{P+steps} \mid x_1, ..., x_P)`.
+
+        For causal flows whose noise is independent from token to token. There the first P tokens of the
+        noise are a function of the first P of the data, so that fresh noise for the later tokens,
+        pulled through the inverse, is a draw given the prefix. All new tokens are solved for together;
+        the prefix is evaluated once. ``log_prob(x, prefix=prefix)`` is the density of a draw x.
+
+        Args:
+            prefix: data (B, P, D), at least one token, without padding: sequences of one length.
+            steps: new tokens.
+            context: of the B sequences, see :class:`Flow`.
+            num_samples: continuations of each prefix; None for one.
+            generator: of the noise.
+            tol: of the inverse, for each block.
+            max_iter: of the inverse, for each block.
+
+        Returns:
+            The new tokens alone, (B, steps, D), or (num_samples, B, steps, D).
+
+        Raises:
+            ValueError: the flow is not causal, or the noise of its tokens is not independent.
+        """
+        if steps < 1 or (num_samples is not None and num_samples < 1):
+            got = f"steps={steps}, num_samples={num_samples}"
+            raise ValueError(f"steps and num_samples must be at least 1, got {got}")
+        check_prefix(self.blocks, _shape(self.base), self.seq_len, self._checked(prefix), steps)
+        batch, count = len(prefix), 1 if num_samples is None else num_samples
+        noise = self._base_sample((count * batch, steps, prefix.shape[-1]), generator)
+        everyone = torch.arange(batch, device=prefix.device).repeat(count)
+        vectors = self._encoded(context, prefix)
+        with self.blocks.one_pass(), frozen(self):
+            caches = step_module(self.blocks, prefix, None, None, None, vectors)[1]
+            chosen = None if vectors is None else vectors[everyone]
+            options: dict[str, Any] = {"tol": tol, "max_iter": max_iter}
+            olds = select_cache(caches, everyone)
+            x, _ = InvertibleSequential.inverse_step(self.blocks, noise, olds, None, chosen, **options)
+        return x if num_samples is None else x.unflatten(0, (count, batch))
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, seq_len={self.seq_len}, base={self.base}"

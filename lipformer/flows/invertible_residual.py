@@ -25,7 +25,6 @@ from lipformer.flows.solve.causal import solve_causal
 from lipformer.flows.solve.fixed_point import Branch, Record, solve_fixed_point
 from lipformer.flows.solve.implicit import attach_gradient
 from lipformer.flows.solve.norms import DUAL_MEASURES, MEASURES
-from lipformer.functional.norms import NORMS
 from lipformer.layers import Contractive, frozen, layout
 from lipformer.layers.branch import Call, check_context, context_dim_of
 from lipformer.layers.decoding import Cache, register_step, select_cache, step_module
@@ -66,7 +65,8 @@ class InvertibleResidual(Freezable):
             to "auto" as well, unless a generator comes with the call or the call names them.
         terms: terms of "series", or sure terms of "roulette"; None for their defaults.
         probes: random probes of the estimators.
-        accelerate: use Anderson acceleration in the inverse.
+        accelerate: use Anderson acceleration in the inverse, or not; None: where plain steps turn out
+            to be slow, which those of attention hardly ever are.
 
     Attributes:
         branch: f, a Contractive.
@@ -95,7 +95,7 @@ class InvertibleResidual(Freezable):
         log_det: str | None = None,
         terms: int | None = None,
         probes: int = 1,
-        accelerate: bool = True,
+        accelerate: bool | None = None,
     ) -> None:
         super().__init__()
         coeff = _contracting(coeff)
@@ -148,13 +148,10 @@ class InvertibleResidual(Freezable):
 
     def norm_in_use(self) -> str:
         """The norm that the branch contracts in: "l2", "token", "linf", or "self" in mode "causal"."""
-        return NORMS[int(self.derived(self._norm_index))]
-
-    def _norm_index(self) -> Tensor:
         if isinstance(self.branch, Contractive):
-            return torch.tensor(NORMS.index(self.branch.norm_in_use()))
+            return self.derived(self.branch.norm_in_use)
         assert self._baked is not None
-        return torch.tensor(NORMS.index(self._baked[1]))
+        return self._baked[1]
 
     def forward(
         self, x: Tensor, key_padding_mask: Tensor | None = None, context: Tensor | None = None

@@ -47,9 +47,9 @@ class Noise:
 
     def disturb(self, x: Tensor) -> Tensor:
         """x times factors near 1, in float64."""
-        x = x.as_subclass(Tensor).double()
+        x = x.as_subclass(Tensor)
         if not x.numel():
-            return x
+            return x.double()
         size = x.numel() + self._PLACES
         if len(self.numbers) < size:
             shape, like = (size,), self.numbers

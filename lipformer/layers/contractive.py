@@ -142,11 +142,14 @@ class Contractive(Freezable):
         Returns:
             (H,) for the heads of a module that is divided head by head, a scalar for any other.
         """
-        return self.derived(self._scales, self.sources())
+        return self._factors()[0]
 
-    def _scales(self) -> Tensor:
-        matrices = self.matrices()
-        return self.scales_of(matrices, spectral_norm_bounds(matrices))
+    def _factors(self) -> tuple[Tensor, Tensor | None]:
+        def compute() -> tuple[Tensor, Tensor | None]:
+            matrices = self.matrices()
+            return self.factors_of(matrices, spectral_norm_bounds(matrices))
+
+        return self.derived(compute, self.sources())
 
     def sources(self) -> tuple[Tensor, ...]:
         """The weights that the factors come from."""
@@ -165,10 +168,16 @@ class Contractive(Freezable):
         rest = [weight for weight in _weights(self._normed) if weight.ndim == 2]
         return rest if divided is None else [*divided[1].matrices(divided[0], self.norms), *rest]
 
-    def scales_of(self, matrices: list[Tensor], norms: list[Tensor]) -> Tensor:
-        """:meth:`scales` from the bounds of the norms of :meth:`matrices`."""
+    def factors_of(self, matrices: list[Tensor], norms: list[Tensor]) -> tuple[Tensor, Tensor | None]:
+        """:meth:`scales` from the bounds of the norms of :meth:`matrices`, and the norm's index (1,).
+
+        The index is None where there is one norm alone.
+        """
         options = self._options(matrices, norms)
-        return options[0] if len(options) == 1 else _pick(options, self._choice(options))
+        if len(options) == 1:
+            return options[0], None
+        choice = self._choice(options)
+        return _pick(options, choice), choice
 
     def _options(self, matrices: list[Tensor], norms: list[Tensor]) -> list[Tensor]:
         """The factors for each of the norms in which the module may be divided, (H,) or scalars."""
@@ -207,10 +216,8 @@ class Contractive(Freezable):
     @torch.no_grad()
     def norm_in_use(self) -> str:
         """The norm that the module is divided for with its present weights; it may change with them."""
-        if len(self.norms) == 1:
-            return self.norms[0]
-        matrices = self.matrices()
-        return self.norms[int(self._choice(self._options(matrices, spectral_norm_bounds(matrices))))]
+        choice = None if len(self.norms) == 1 else self._factors()[1]
+        return self.norms[0 if choice is None else int(choice)]
 
     def forward(
         self, x: Tensor, key_padding_mask: Tensor | None = None, context: Tensor | None = None

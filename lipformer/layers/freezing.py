@@ -10,21 +10,23 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from lipformer.layers.layer import Layer
 
+_V = TypeVar("_V")
+
 
 class Freezable(Layer):
-    """A module with one tensor derived from its weights, kept only inside a freeze."""
+    """A module with a value derived from its weights, a tensor or several, kept only inside a freeze."""
 
     def __init__(self) -> None:
         super().__init__()
         self._freezing = False
-        self._kept: Tensor | None = None
+        self._kept: Any = None
         self._kept_of: tuple[Tensor, ...] = ()
         self._kept_tracked = False
 
@@ -32,8 +34,8 @@ class Freezable(Layer):
         # A copy made inside a freeze is not frozen: it would never thaw.
         return {**self.__dict__, "_freezing": False, "_kept": None, "_kept_of": ()}
 
-    def derived(self, compute: Callable[[], Tensor], of: tuple[Tensor, ...] = ()) -> Tensor:
-        """The derived tensor, computed anew unless frozen.
+    def derived(self, compute: Callable[[], _V], of: tuple[Tensor, ...] = ()) -> _V:
+        """The derived value, computed anew unless frozen.
 
         Args:
             compute: computes it.
@@ -43,15 +45,15 @@ class Freezable(Layer):
             return compute()
         # What was kept without a graph must not silence gradients that are wanted later.
         tracked = torch.is_grad_enabled()
-        kept = self._kept
+        kept: _V | None = self._kept
         same = len(of) == len(self._kept_of) and all(map(operator.is_, of, self._kept_of))
         if kept is None or not same or (tracked and not self._kept_tracked):
             kept = compute()
             self._kept, self._kept_of, self._kept_tracked = kept, of, tracked
         return kept
 
-    def freeze(self, value: Tensor | None = None, of: tuple[Tensor, ...] = ()) -> None:
-        """Keeps the derived tensor from now on: ``value``, or what the next look computes."""
+    def freeze(self, value: Any = None, of: tuple[Tensor, ...] = ()) -> None:
+        """Keeps the derived value from now on: ``value``, or what the next look computes."""
         self._freezing, self._kept, self._kept_of = True, value, of
         self._kept_tracked = torch.is_grad_enabled()
 

@@ -67,8 +67,8 @@ class OnePass(Layer):
             needed = [(c, c.matrices()) for c in self._contractive if _ready(c, c)]
             norms = spectral_norm_bounds([matrix for _, matrices in needed for matrix in matrices])
             for contractive, matrices in needed:
-                scales = contractive.scales_of(matrices, norms[: len(matrices)])
-                contractive.freeze(scales, contractive.sources())
+                known = contractive.factors_of(matrices, norms[: len(matrices)])
+                contractive.freeze(known, contractive.sources())
                 norms = norms[len(matrices) :]
                 parts.append(contractive)
             yield

@@ -1,14 +1,16 @@
 r"""x + f(x) = y for a causal f of which only each token's own map contracts (Theorem E).
 
-All tokens are iterated at once, but an earlier token that is still wrong can push later ones far away.
-So the solved prefix is locked, and tokens after the first unsolved one (the front) are held back where
-they run off. Given the locked tokens the front converges at the certified rate, whatever the others do;
-in the worst case the tokens are solved one after another.
+All tokens are iterated at once. The Jacobian of a plain step is block triangular with diagonal blocks
+of norm at most c, so that near the solution the steps converge as fast as for one token; but before, a
+token that is still wrong can push later ones far away. Where plain steps do not progress, the solved
+prefix is locked, and tokens after the first unsolved one (the front) are held back where they run off.
+Given the locked tokens the front converges at the certified rate, whatever the others do; in the worst
+case the tokens are solved one after another. What is promised holds however the point was found.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -16,15 +18,17 @@ from torch import Tensor
 from lipformer.flows.solve.anderson import History
 from lipformer.flows.solve.fixed_point import (
     PATIENCE,
+    ROUNDING,
     SLACK,
     Branch,
     NotConverged,
     Record,
-    Unsolved,
+    Steps,
     allowed_error,
     check_problem,
     largest_entry,
 )
+from lipformer.flows.solve.norms import token_size
 from lipformer.flows.solve.rounding import rounding_of
 from lipformer.functional.rounding import enlarge
 
@@ -40,15 +44,15 @@ def solve_causal(
     rate: float,
     tol: float = 1e-6,
     max_iter: int = 1000,
-    accelerate: bool = True,
+    accelerate: bool | None = None,
     promise: bool = True,
 ) -> tuple[Tensor, Record]:
     r"""Solves x + f(x) = y for each sample, f causal, its own-token maps contractions.
 
     With the earlier tokens as returned, the error of token i is at most
     :math:`\frac{1}{1-c} \|x_i + f_i(x) - y_i\|_2` (docs/theory, section 5): the record's
-    ``token_error``. A token is locked when that is at most ``tol`` times max(1, max|y|), or at the limit
-    of precision, and all earlier ones are locked.
+    ``token_error``. The solve ends when that is at most ``tol`` times max(1, max|y|) for every token,
+    or at the limit of precision.
 
     Args:
         branch: f, called with points (b, T, D) and the indices (b,) of their samples.
@@ -56,7 +60,9 @@ def solve_causal(
         rate: :math:`c < 1`: :math:`f_i` contracts by it in token i, in the l2 norm.
         tol: tolerance relative to max(1, max|y|).
         max_iter: most evaluations of f for one token after the earlier ones are solved.
-        accelerate: use Anderson acceleration, token by token.
+        accelerate: solve in turn, with Anderson acceleration token by token, or without any; None:
+            acceleration of memory one for all tokens at once (:class:`Steps`), in turn where that does
+            not progress.
         promise: as in :func:`solve_fixed_point`.
 
     Returns:
@@ -67,17 +73,81 @@ def solve_causal(
         ValueError: y is not finite, a number is out of its range, or f is not causal.
     """
     check_problem(y, rate, tol, max_iter)
-    tokens = y.shape[1]
-    solution, images = y.clone(), y.clone()
+    tolerance = allowed_error(y, tol)
     everyone = torch.arange(y.shape[0], device=y.device)
-    evaluations = torch.zeros_like(everyone)
+    evaluations, converged, left = torch.zeros_like(everyone), True, everyone
+    solution = images = y
+    if y.numel() and accelerate is not True:
+        steps = _AllTokens(branch, y, token_size, rate, tolerance * (1.0 - rate), accelerate)
+        if not promise:
+            steps.leaks = False  # a Jacobian, which takes each sample once
+        solution, images, evaluations = steps.run(max_iter)
+        left = steps.given_up.to(y.device)
+    if y.numel() and len(left):
+        x, image, counts, converged = _in_turn(
+            lambda x, index: branch(x, left[index]),
+            y[left],
+            rate=rate,
+            tol=tol,
+            max_iter=max_iter,
+            accelerate=accelerate is not False,
+        )
+        solution, images = (t.index_copy(0, left, u) for t, u in ((solution, x), (images, image)))
+        evaluations = evaluations.index_add(0, left, counts)
+    residual = (images.double() - solution.double()).norm(dim=-1)
+    noise = torch.full_like(residual, torch.inf)
+    if promise and converged:
+        noise = rounding_of(lambda x: branch(x, everyone), y, solution, images, 1).norm(dim=-1)
+    error = enlarge((residual + noise) / (1.0 - rate), y.shape[-1])
+    largest, promised = (size.amax(1) if y.shape[1] else size.sum(1) for size in (residual, error))
+    record = Record(evaluations, largest, promised, converged, tolerance, error)
+    if not converged:
+        raise NotConverged(record, max_iter)
+    return solution, record
+
+
+class _AllTokens(Steps):
+    """Steps of all tokens at once, as long as the largest residual of a sample falls.
+
+    In the first evaluation one sample has a twin with other tokens in its second half. Where f is causal
+    it gives the same for the first half; else (:attr:`leaks`) all samples are given up.
+    """
+
+    leaks: bool | None = None
+
+    def value(self) -> Tensor:
+        half = self.y.shape[1] // 2
+        if self.leaks is not None or not half:
+            return super().value()
+        x = self.x
+        twin = torch.cat([x[:1, :half], 1.0 - x[:1, half:]], 1)
+        value = self.branch(torch.cat([x, twin]), torch.cat([self.index, self.index[:1]]))
+        one, other = value[:1, :half], value[-1:, :half]
+        noise = 16.0 * ROUNDING * torch.finfo(x.dtype).eps * token_size(x[:1, :half].abs() + one.abs())
+        self.leaks = bool(token_size(one - other) > noise)
+        return value[:-1]
+
+    def hopeless(self) -> Tensor:
+        return (self.waited >= PATIENCE) | torch.isinf(self.best) | bool(self.leaks)
+
+
+def _in_turn(
+    branch: Branch, y: Tensor, *, rate: float, tol: float, max_iter: int, accelerate: bool
+) -> tuple[Tensor, Tensor, Tensor, bool]:
+    """Solves with the solved prefix locked; arguments as above.
+
+    Returns:
+        x (B, T, D), y - f(x), the evaluations (B,), and whether all converged.
+    """
+    solution, images = y.clone(), y.clone()
+    evaluations = torch.zeros(len(y), dtype=torch.long, device=y.device)
     state = _State.start(y, tol)
     converged = True
-    while converged and state.index.numel() and tokens:
+    while converged and state.index.numel():
         state = state.evaluate(branch, rate)
         evaluations[state.index] += 1
         spent = state.since >= max_iter
-        ended = (state.front == tokens) | spent
+        ended = (state.front == y.shape[1]) | spent
         converged = not bool(spent.any())
         if bool(ended.any()):
             index = state.index[ended]
@@ -87,16 +157,7 @@ def solve_causal(
             state = state.select(~ended)
         if state.index.numel():
             state = state.advance(rate, accelerate)
-    residual = (images.double() - solution.double()).norm(dim=-1)
-    noise = torch.full_like(residual, torch.inf)
-    if promise and converged:
-        noise = rounding_of(lambda x: branch(x, everyone), y, solution, images, 1).norm(dim=-1)
-    error = enlarge((residual + noise) / (1.0 - rate), y.shape[-1])
-    largest, promised = (size.amax(1) if tokens else size.sum(1) for size in (residual, error))
-    record = Record(evaluations, largest, promised, converged, allowed_error(y, tol), error)
-    if not converged:
-        raise NotConverged(record, max_iter)
-    return solution, record
+    return solution, images, evaluations, converged
 
 
 def _check_causal(size: Tensor, locked: Tensor, noise: Tensor) -> None:
@@ -109,38 +170,91 @@ def _check_causal(size: Tensor, locked: Tensor, noise: Tensor) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _State(Unsolved):
-    """Tokens as the problems, ``x`` being final in the locked prefix, and how far it has come.
+class _State:
+    """The samples not yet solved (b, T, D), and how far each of their tokens (b, T) has come.
 
     The best residual is that since the token came to the front or, later, since the start.
 
     Attributes:
+        index: the samples' places in the batch.
+        y: right-hand sides.
+        x: points to evaluate next, final in the locked prefix.
+        limit: tolerance of the error (b, 1).
         scale: max(1, max|y|) (b, 1).
+        image: latest y - f(x).
+        size: latest residual.
+        best_size: smallest residual, at the point with the image ``best_image``.
+        mark: residual that counts as progress once undercut, ``waited`` evaluations ago.
+        noise: rounding of the latest residual.
         locked_size: residual when the token was locked.
         first: residual when the token came to the front.
         front: number of locked tokens (b,).
         since: evaluations since the front moved (b,).
+        history: past points, by token.
     """
 
+    index: Tensor
+    y: Tensor
+    x: Tensor
+    limit: Tensor
     scale: Tensor
+    image: Tensor
+    size: Tensor
+    best_size: Tensor
+    best_image: Tensor
+    mark: Tensor
+    waited: Tensor
+    noise: Tensor
     locked_size: Tensor
     first: Tensor
     front: Tensor
     since: Tensor
+    history: History | None = None
 
     @classmethod
     def start(cls, y: Tensor, tol: float) -> _State:
-        shared = cls.beginning(y, y.shape[:2])
-        far, scale = shared["size"], largest_entry(y)[:, None]
-        none = torch.zeros_like(shared["index"])
+        far, scale = y.new_full(y.shape[:2], torch.inf), largest_entry(y)[:, None]
+        index = torch.arange(y.shape[0], device=y.device)
+        none = torch.zeros_like(index)
         return cls(
-            **shared, limit=tol * scale, scale=scale, locked_size=far, first=far, front=none, since=none
+            index=index,
+            y=y,
+            x=y,
+            limit=tol * scale,
+            scale=scale,
+            image=y,
+            size=far,
+            best_size=far,
+            best_image=y,
+            mark=far,
+            waited=torch.zeros_like(far, dtype=torch.long),
+            noise=torch.zeros_like(far),
+            locked_size=far,
+            first=far,
+            front=none,
+            since=none,
         )
+
+    def select(self, kept: Tensor) -> _State:
+        """The samples of a mask."""
+        names = [f.name for f in fields(self) if f.name != "history"]
+        history = self.history
+        if history is not None:
+            history = history.select(kept.repeat_interleave(len(history.image) // len(kept)))
+        return replace(self, **{name: getattr(self, name)[kept] for name in names}, history=history)
 
     def evaluate(self, branch: Branch, rate: float) -> _State:
         """Runs the branch once and locks the prefix that is solved at this point."""
-        image, size, noise, progress = self.measured(branch, lambda x: x.norm(dim=-1), rate)
-        residual, mark, waited = image - self.x, progress["mark"], progress["waited"]
+        value = branch(self.x, self.index)
+        image = self.y - value
+        residual = image - self.x
+        size = residual.norm(dim=-1)
+        size = torch.where(torch.isfinite(size), size, torch.inf)
+        eps = torch.finfo(self.y.dtype).eps
+        noise = ROUNDING * eps * (self.y.abs() + self.x.abs() + value.abs()).norm(dim=-1)
+        progress = size <= self.mark
+        mark = torch.where(progress, size * rate ** (PATIENCE / 2), self.mark)
+        waited = torch.where(progress, 0, self.waited + 1)
 
         stalled = (waited >= PATIENCE) & (size <= 16.0 * noise) & torch.isfinite(size)
         solved = (size <= (1.0 - rate) * self.limit) | stalled

@@ -2,14 +2,15 @@ r"""Fixed points x = y - f(x) of a contraction f, with an error bound that is a 
 
 Anderson acceleration is used as far as it keeps up with the certified rate; where it does not, the
 next point is a plain step from the best point so far, which the rate guarantees. A sample that has
-converged is taken out: it costs nothing more and changes no more.
+converged is taken out: it costs nothing more and changes no more. What decides, a few numbers for each
+sample, is read once an evaluation and kept by the host: a step launches a dozen small kernels beside f.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,9 @@ from lipformer.flows.solve.norms import Measure
 from lipformer.flows.solve.rounding import rounding_of
 from lipformer.functional.rounding import enlarge
 
+# Anderson's method with a long memory is looked for where steps at their present pace would need so many
+# more evaluations: it launches three times the kernels of a small branch.
+SLOW = 40
 # How many evaluations acceleration may lie behind plain steps before it is given up.
 SLACK = 2
 # It must be faster than plain steps by this power of their reduction, to be worth its risk.
@@ -34,7 +38,6 @@ PATIENCE = 6
 ROUNDING = 4.0
 
 Branch = Callable[[Tensor, Tensor], Tensor]
-_U = TypeVar("_U", bound="Unsolved")
 
 
 @dataclass(frozen=True)
@@ -125,7 +128,7 @@ def solve_fixed_point(
     measure: Measure,
     tol: float = 1e-6,
     max_iter: int = 1000,
-    accelerate: bool = True,
+    accelerate: bool | None = None,
     promise: bool = True,
 ) -> tuple[Tensor, Record]:
     r"""Solves x + f(x) = y for each sample.
@@ -142,7 +145,8 @@ def solve_fixed_point(
         measure: the norm of each sample, (b, *) -> (b,).
         tol: tolerance relative to max(1, max|y|).
         max_iter: most evaluations of f for a sample.
-        accelerate: use Anderson acceleration.
+        accelerate: use Anderson acceleration, or plain steps alone; None: acceleration of memory one
+            (:class:`Steps`), and the full one where that turns out to be slow.
         promise: bound the error; without, f need not run in float64 and the bound is infinite.
 
     Returns:
@@ -153,182 +157,221 @@ def solve_fixed_point(
         ValueError: y is not finite, or a number is out of its range.
     """
     check_problem(y, rate, tol, max_iter)
-    point, solution = y.clone(), y.clone()
-    everyone = torch.arange(y.shape[0], device=y.device)
-    evaluations = torch.zeros_like(everyone)
+    tolerance = allowed_error(y, tol)
     if y.numel() == 0:
-        none = torch.zeros_like(evaluations, dtype=torch.float64)
-        return solution, Record(evaluations, none, none, True, allowed_error(y, tol))
-    state = _State.start(y, tol * largest_entry(y))
-    for k in range(max_iter):
-        if state.index.numel() == 0:
-            break
-        state = state.evaluate(branch, measure, rate)
-        evaluations[state.index] = k + 1
-        if k == 0 and not bool(torch.isfinite(state.size).all()):
-            raise ValueError(
-                f"the branch overflows {y.dtype} at y (largest entry {float(y.abs().max()):.3g}): "
-                "rescale y, use a wider dtype, and look whether the weights are finite"
-            )
-        done = rate / (1.0 - rate) * state.best_size <= state.limit
-        done = done | ((state.waited >= PATIENCE) & (state.best_size <= 16.0 * state.noise))
-        if bool(done.any()) or k + 1 == max_iter:
-            point[state.index], solution[state.index] = state.best_x, state.best_image
-            state = state.select(~done)
-        if state.index.numel():
-            state = state.remember().advance() if accelerate else state.plain()
+        none = torch.zeros_like(tolerance)
+        return y.clone(), Record(none.long(), none, none, True, tolerance)
+    steps = _Accelerated(branch, y, measure, rate, tolerance * ((1.0 - rate) / rate), accelerate)
+    point, solution, counts = steps.run(max_iter)
     residual = measure(solution.double() - point.double())
     noise = torch.full_like(residual, torch.inf)
     if promise:
         tokens = y.shape[1] if y.ndim > 2 else 1
+        everyone = torch.arange(y.shape[0], device=y.device)
         noise = measure(rounding_of(lambda x: branch(x, everyone), y, point, solution, tokens))
     error = enlarge((rate * residual + noise) / (1.0 - rate), y[:1].numel())
-    record = Record(evaluations, residual, error, state.index.numel() == 0, allowed_error(y, tol))
+    record = Record(counts, residual, error, not len(steps.given_up), tolerance)
     if not record.converged:
         raise NotConverged(record, max_iter)
     return solution, record
 
 
-@dataclass(frozen=True, kw_only=True)
-class Unsolved:
-    """The samples not yet solved, of shape (b, *), and how far each problem has come.
+class Steps:
+    r"""Steps towards x = y - f(x) of the samples not yet solved: plain ones, or secant steps.
 
-    A problem is a sample, (b,), or in causal mode a token, (b, T).
+    A plain step goes to the image :math:`g_k = y - f(x_k)`. A secant step, Anderson's of memory one,
+    goes to the point between the last two images at which their residuals :math:`r = g - x` combined
+    are smallest, :math:`g_k - \gamma (g_k - g_{k-1})` with
+    :math:`\gamma = \langle r_k, r_k - r_{k-1} \rangle / \|r_k - r_{k-1}\|^2`. It is taken as long as
+    residuals fall by the certified rate, which plain steps from the best point do always.
+
+    Points (b, *) are where y is; the numbers that decide, (b,) in float64, are on the host.
 
     Attributes:
-        index: the samples' places in the batch.
+        index: the samples' places in the batch, on the device of y; ``place`` on the host.
         y: right-hand sides.
         x: points to evaluate next.
-        limit: tolerance of the error.
-        image: latest y - f(x).
-        size: latest residual.
-        best_size: smallest residual, at the point with the image ``best_image``.
+        image: latest y - f(x), with the residual ``residual``; ``before`` has the pair before it.
+        size: norm of the latest residual; ``last`` of the one before.
+        best: smallest residual, at ``best_x`` with the image ``best_image``.
         mark: residual that counts as progress once undercut, ``waited`` evaluations ago.
-        noise: rounding of the best residual, in causal mode of the latest.
-        history: past points, by problem.
+        enough: residual that solves.
+        floor: a residual of one rounding of its terms y, x and f(x): at least twice y together.
+        trials: how many more accelerated steps, or phases of them, may fail; 0 for none at all.
+        given_up: places of the samples that were not solved.
     """
 
-    index: Tensor
-    y: Tensor
-    x: Tensor
-    limit: Tensor
-    image: Tensor
-    size: Tensor
-    best_size: Tensor
-    best_image: Tensor
-    mark: Tensor
-    waited: Tensor
-    noise: Tensor
-    history: History | None = None
+    def __init__(
+        self,
+        branch: Branch,
+        y: Tensor,
+        measure: Measure,
+        rate: float,
+        enough: Tensor,
+        accelerate: bool | None,
+    ) -> None:
+        self.branch, self.measure, self.rate = branch, measure, rate
+        self.y = self.x = self.image = self.residual = self.best_x = self.best_image = y
+        self.before: tuple[Tensor, Tensor] | None = None
+        self.index = torch.arange(y.shape[0], device=y.device)
+        self.place = torch.arange(y.shape[0])
+        self.enough, self.floor = to_host(enough), 2.0 * torch.finfo(y.dtype).eps * to_host(measure(y))
+        far = torch.full_like(self.floor, torch.inf)
+        self.size = self.last = self.best = self.mark = far
+        self.waited = torch.zeros_like(self.place)
+        self.accelerate = accelerate
+        self.trials = torch.full_like(self.place, 0 if accelerate is False else TRIALS)
+        self.given_up = self.place[:0]
 
-    @staticmethod
-    def beginning(y: Tensor, problems: torch.Size) -> dict[str, Any]:
-        """The attributes before the first evaluation, but for the limit."""
-        far = y.new_full(problems, torch.inf)
-        count = torch.zeros(problems, dtype=torch.long, device=y.device)
-        index = torch.arange(y.shape[0], device=y.device)
-        images = {"y": y, "x": y, "image": y, "best_image": y}
-        sizes = {"size": far, "best_size": far, "mark": far, "noise": y.new_zeros(problems)}
-        return {"index": index, "waited": count, **images, **sizes}
+    def run(self, max_iter: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Points (B, *) with their images and the evaluations (B,); ``given_up`` are not solved."""
+        y, counts = self.y, torch.zeros_like(self.place)
+        point, solution = torch.empty_like(y), torch.empty_like(y)
+        for k in range(max_iter):
+            self.evaluate()
+            counts[self.place] = k + 1
+            ended = self.solved()
+            lost = ~ended if k + 1 == max_iter else self.hopeless() & ~ended
+            self.given_up = torch.cat([self.given_up, self.place[lost]])
+            ended = ended | lost
+            if bool(ended.all()) and len(ended) == len(y):
+                point, solution = self.best_x, self.best_image
+            elif bool(ended.any()):
+                point[self.index], solution[self.index] = self.best_x, self.best_image
+            if bool(ended.all()):
+                break
+            if bool(ended.any()):
+                self.keep(~ended)
+            self.advance()
+        return point, solution, counts.to(y.device)
 
-    def measured(
-        self, branch: Branch, measure: Measure, rate: float
-    ) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
-        """One evaluation: the image, the residual's size, its rounding, and mark and waited after it."""
-        value = branch(self.x, self.index)
-        image = self.y - value
-        size = measure(image - self.x)
-        size = torch.where(torch.isfinite(size), size, torch.inf)
-        eps = torch.finfo(self.y.dtype).eps
-        noise = ROUNDING * eps * measure(self.y.abs() + self.x.abs() + value.abs())
-        progress = size <= self.mark
-        mark = torch.where(progress, size * rate ** (PATIENCE / 2), self.mark)
-        waited = torch.where(progress, 0, self.waited + 1)
-        return image, size, noise, {"mark": mark, "waited": waited}
+    def evaluate(self) -> None:
+        """Runs the branch once and keeps the best point by its residual."""
+        self.before = None if self.image is self.y else (self.image, self.residual)
+        self.image = self.y - self.value()
+        self.residual = self.image - self.x
+        self.last, self.size = self.size, to_host(self.measure(self.residual))
+        better = self.size < self.best
+        if bool(better.all()):
+            self.best_x, self.best_image = self.x, self.image
+        elif bool(better.any()):
+            self.best_x = self.choose(better, self.x, self.best_x)
+            self.best_image = self.choose(better, self.image, self.best_image)
+        self.best = torch.minimum(self.best, self.size)
+        progress = self.size <= self.mark
+        self.mark = torch.where(progress, self.size * self.rate ** (PATIENCE / 2), self.mark)
+        self.waited = torch.where(progress, 0, self.waited + 1)
 
-    def select(self: _U, kept: Tensor) -> _U:
-        """The samples of a mask."""
-        if bool(kept.all()):
-            return self
-        names = [f.name for f in fields(self) if f.name != "history"]
-        history = self.history
-        if history is not None:
-            history = history.select(kept.repeat_interleave(len(history.image) // len(kept)))
-        return replace(self, **{name: getattr(self, name)[kept] for name in names}, history=history)
+    def value(self) -> Tensor:
+        """f(x)."""
+        return self.branch(self.x, self.index)
+
+    def solved(self) -> Tensor:
+        """Which samples met their tolerance or the limit of their precision, (b,).
+
+        A plain step of a contraction reduces the residual by the rate: one that does not, when the
+        residual is below the rounding of its terms, shows rounding alone.
+        """
+        found = self.best <= self.enough
+        found = found | ((self.best <= self.floor) & ~(self.size <= self.rate * self.last))
+        tired = (self.waited >= PATIENCE) & ~found
+        if bool(tired.any()):
+            terms = self.y.abs() + self.best_x.abs() + (self.y - self.best_image).abs()
+            noise = ROUNDING * torch.finfo(self.y.dtype).eps * to_host(self.measure(terms))
+            found = found | (tired & (self.best <= 16.0 * noise))
+        return found
+
+    def hopeless(self) -> Tensor:
+        """Which samples to give up before the last evaluation that is allowed, (b,)."""
+        return torch.zeros_like(self.place, dtype=torch.bool)
+
+    def keep(self, kept: Tensor) -> None:
+        """Leaves the samples of a mask on the host."""
+        rows = kept.nonzero().squeeze(1)
+        there = rows.to(self.index.device)
+        taken: dict[int, Tensor] = {}
+
+        def take(whole: Tensor) -> Tensor:
+            if id(whole) not in taken:
+                taken[id(whole)] = whole.index_select(0, there)
+            return taken[id(whole)]
+
+        for name in ("index", "y", "image", "residual", "best_x", "best_image"):
+            setattr(self, name, take(getattr(self, name)))
+        if self.before is not None:
+            self.before = take(self.before[0]), take(self.before[1])
+        for name in ("place", "enough", "floor", "size", "last", "best", "mark", "waited", "trials"):
+            setattr(self, name, getattr(self, name)[rows])
+
+    def advance(self) -> None:
+        """The next points: secant steps while they fall as they should, else plain from the best."""
+        failed = ~(self.size <= self.rate * self.last)
+        self.trials = torch.where(failed, (self.trials - 1).clamp_min(0), self.trials)
+        self.plain()
+        good = ~failed & (self.trials > 0)
+        if self.before is not None and bool(good.any()):
+            self.x = self.choose(good, self.secant(*self.before), self.x)
+
+    def plain(self) -> None:
+        """A plain step, from the best point where the latest is lost."""
+        self.x = self.choose(~(self.size <= 2.0 * self.best), self.best_image, self.image)
+
+    def secant(self, image: Tensor, residual: Tensor) -> Tensor:
+        """The point of a secant step from the latest image and the one before."""
+        wide = torch.promote_types(image.dtype, torch.float32)  # squares would underflow
+        latest = self.residual.flatten(1).to(wide)
+        moved = latest - residual.flatten(1)
+        share = (latest * moved).sum(1) / moved.square().sum(1)
+        share = share.nan_to_num(0.0, 0.0, 0.0).to(image.dtype)
+        return torch.lerp(self.image, image, share.view(-1, *[1] * (image.ndim - 1)))
+
+    def choose(self, mask: Tensor, one: Tensor, other: Tensor) -> Tensor:
+        """The samples of ``one`` where a mask of the host is true, else of ``other``."""
+        if not bool(mask.any()):
+            return other
+        return torch.where(mask.view(-1, *[1] * (one.ndim - 1)).to(one.device), one, other)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _State(Unsolved):
-    """Samples as the problems, and what acceleration needs to know.
+class _Accelerated(Steps):
+    """Steps, and those of Anderson's method where it is asked for, or others are slow, and it is ahead.
 
     Attributes:
-        best_x: the point of the smallest residual.
-        last: the residual before the latest.
+        history: past points, from when acceleration is looked for.
         spread: sum of the inverse squares of the residuals' l2 norms since the history began.
         pace: reduction by the last plain step before acceleration, 0 while steps are plain.
         due: residual that plain steps at that pace would have reached, SLACK evaluations ago.
-        trials: how often acceleration may still be tried.
     """
 
-    best_x: Tensor
-    last: Tensor
-    spread: Tensor
-    pace: Tensor
-    due: Tensor
-    trials: Tensor
+    def __init__(self, *problem: Any) -> None:
+        super().__init__(*problem)
+        self.history: History | None = None
+        self.spread = self.pace = self.due = torch.zeros_like(self.floor)
 
-    @classmethod
-    def start(cls, y: Tensor, limit: Tensor) -> _State:
-        shared = cls.beginning(y, y.shape[:1])
-        zero, trials = shared["noise"], shared["waited"] + TRIALS
-        return cls(
-            **shared,
-            limit=limit,
-            best_x=y,
-            last=shared["size"],
-            spread=zero,
-            pace=zero,
-            due=zero,
-            trials=trials,
-        )
+    def keep(self, kept: Tensor) -> None:
+        super().keep(kept)
+        for name in ("spread", "pace", "due"):
+            setattr(self, name, getattr(self, name)[kept])
+        if self.history is not None:
+            self.history = self.history.select(kept.to(self.index.device))
 
-    def evaluate(self, branch: Branch, measure: Measure, rate: float) -> _State:
-        """Runs the branch once and keeps the best point by its residual."""
-        image, size, noise, progress = self.measured(branch, measure, rate)
-        better = size < self.best_size
-        return replace(
-            self,
-            **progress,
-            image=image,
-            size=size,
-            last=self.size,
-            best_size=torch.where(better, size, self.best_size),
-            best_x=torch.where(_wide(better, image), self.x, self.best_x),
-            best_image=torch.where(_wide(better, image), image, self.best_image),
-            noise=torch.where(better, noise, self.noise),
-        )
+    def hopeless(self) -> Tensor:
+        if bool(torch.isinf(self.best).any()):
+            raise ValueError(
+                f"the branch overflows {self.y.dtype} at y (largest entry "
+                f"{float(self.y.abs().max()):.3g}): rescale y, use a wider dtype, and look whether the "
+                "weights are finite"
+            )
+        return super().hopeless()
 
-    def remember(self) -> _State:
-        """The state with its latest point in the history."""
-        image = self.image.flatten(1)
-        residual = image - self.x.flatten(1)
-        least = torch.finfo(image.dtype).tiny ** 0.5
-        return replace(
-            self,
-            spread=self.spread + residual.norm(dim=1).clamp_min(least).pow(-2),
-            history=(
-                History.start(image, residual)
-                if self.history is None
-                else self.history.add(image, residual)
-            ),
-        )
+    def _slow(self) -> bool:
+        """Whether some sample needs SLOW more steps, at the pace of the latest one."""
+        if self.accelerate is False:
+            return False
+        goal = torch.maximum(self.enough, self.floor).clamp_min(torch.finfo(torch.float64).tiny)
+        left = (self.size / goal).log() / (self.last / self.size).clamp_min(1.0).log()
+        return bool((left > SLOW).any())
 
-    def plain(self) -> _State:
-        """A plain step, from the best point where the latest is lost."""
-        lost = ~(self.size <= 2.0 * self.best_size)
-        return replace(self, x=torch.where(_wide(lost, self.image), self.best_image, self.image))
-
-    def advance(self) -> _State:
+    def advance(self) -> None:
         """The next points: accelerated where that is ahead of plain steps, else plain from the best.
 
         Plain steps come first; their points span the space that acceleration searches, so that
@@ -337,36 +380,43 @@ class _State(Unsolved):
         there it gains nothing in the end. It is given up where it falls behind the pace of the plain
         steps before it.
         """
-        history = self.history
-        if history is None or not history.count:
-            return self.plain()
+        if self.accelerate is not True and self.history is None and not self._slow():
+            return super().advance()
+        self.plain()
+        image, residual = self.image.flatten(1), self.residual.flatten(1)
+        least = torch.finfo(image.dtype).tiny ** 0.5
+        self.spread = self.spread + to_host(residual.norm(dim=1)).clamp_min(least).pow(-2)
+        if self.history is None:
+            self.history = History.start(image, residual)
+            return
+        history = self.history = self.history.add(image, residual)
         # Late in a solve chance correlations are frequent, so it is looked for ever more rarely.
         look = history.count <= 8 or history.count.bit_count() == 1
-        if not look and not bool((self.pace > 0).any()):
-            return self.plain()
-        point, rest = (part.view_as(self.y) for part in history.next_point())
         running = self.pace > 0
+        if not look and not bool(running.any()):
+            return
+        point, rest = history.next_point()
         due = torch.where(running, torch.minimum(self.due * self.pace, self.size), self.due)
-        failed = running & ~(self.best_size <= due * self.pace**-SLACK)
+        failed = running & ~(self.best <= due * self.pace**-SLACK)
         # k random directions of n shrink any residual by this factor; all n of them, to zero.
-        k, n = min(history.count, history.steps.shape[1]), history.image.shape[1]
+        k, n = min(history.count, history.steps.shape[1]), image.shape[1]
         chance = (1.0 - k / n) ** 0.5 if k < n else torch.inf
-        promising = rest.flatten(1).norm(dim=1) < GAIN * chance * self.spread.rsqrt()
+        remains = to_host(torch.where(torch.isfinite(point).all(1), rest.norm(dim=1), torch.inf))
+        promising = remains < GAIN * chance * self.spread.rsqrt()
         begins = ~running & promising & look & (self.trials > 0) & (self.size < self.last)
-        goes = (running & ~failed) | begins
-        goes = goes & torch.isfinite(point.flatten(1)).all(1)
-        plain = torch.where(_wide(running, point), self.best_image, self.plain().x)
+        goes = ((running & ~failed) | begins) & torch.isfinite(remains)
+        self.x = self.choose(running & ~goes, self.best_image, self.x)
+        self.x = self.choose(goes, point.view_as(self.y), self.x)
+        self.spread = torch.where(failed, 0.0, self.spread)
         pace = torch.where(begins, (self.size / self.last) ** EDGE, self.pace)
-        return replace(
-            self,
-            x=torch.where(_wide(goes, point), point, plain),
-            spread=torch.where(failed, 0.0, self.spread),
-            pace=torch.where(goes, pace, 0.0),
-            due=torch.where(begins, self.size, due),
-            trials=self.trials - begins.long(),
-            history=history.clear(failed),
-        )
+        self.pace = torch.where(goes, pace, 0.0)
+        self.due = torch.where(begins, self.size, due)
+        self.trials = self.trials - begins.long()
+        if bool(failed.any()):
+            self.history = history.clear(failed.to(image.device))
 
 
-def _wide(mask: Tensor, like: Tensor) -> Tensor:
-    return mask.view(-1, *[1] * (like.ndim - 1))
+def to_host(numbers: Tensor) -> Tensor:
+    """Numbers in float64 on the host, which waits for them; NaN counts as infinite."""
+    numbers = numbers.detach().cpu().double()
+    return torch.where(numbers.isnan(), torch.inf, numbers)

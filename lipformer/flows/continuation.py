@@ -1,0 +1,49 @@
+r"""What a flow must be for the density of tokens given the earlier ones to be known.
+
+If token i of the noise is a function of the first i tokens of the data (a causal flow), the Jacobian is
+block lower triangular; if the noise is independent from token to token too, the density is a product
+over the tokens, whose first P factors are the density of the first P tokens:
+
+.. math:: \log p(x_{>P} \mid x_{\le P}) = \log p(x) - \log p(x_{\le P}).
+
+Given the prefix, the later tokens of the noise are still independent of it: drawn afresh and pulled
+through the inverse, they give a draw from that density.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from lipformer.flows.log_det.exact import supports_causal
+
+
+def check_prefix(
+    blocks: nn.Module, base: tuple[int, ...], seq_len: int | None, prefix: Tensor, steps: int
+) -> None:
+    """Raises unless a flow knows the density of so many tokens after a prefix.
+
+    Args:
+        blocks: of the flow.
+        base: what one draw of its base looks like: () a number, (D,) a token, (T, D) an event.
+        seq_len: the largest number of tokens, or None.
+        prefix: (B, P, D).
+        steps: tokens after it.
+    """
+    for part in blocks.modules():
+        branch = getattr(part, "branch", None)
+        if hasattr(part, "inverse_step") and branch is not None and not supports_causal(branch):
+            raise ValueError(
+                "only a causal flow can be continued: in this one tokens depend on later ones, so that "
+                'their density given a prefix is not known; build it with mode="causal"'
+            )
+    if len(base) == 2:
+        raise ValueError(
+            "a flow can be continued if its base is of numbers or tokens, which are independent of each "
+            f"other, got one of events {base}"
+        )
+    if prefix.ndim != 3 or not prefix.shape[1]:
+        raise ValueError(f"prefix must be (B, P, D) with at least one token, got {tuple(prefix.shape)}")
+    if seq_len is not None and prefix.shape[1] + steps > seq_len:
+        raise ValueError(
+            f"the flow has seq_len={seq_len}, got {prefix.shape[1]} tokens and {steps} more"
+        )
