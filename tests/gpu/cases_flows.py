@@ -94,6 +94,13 @@ def encoded(encoder: Any, x: Tensor, context: Tensor) -> Tensor:
     return encoder(context, mask)
 
 
+def continued(flow: Any, x: Tensor) -> Any:
+    """Two continuations of each prefix, and their density."""
+    flow.initialize(x)
+    new = flow.eval().continue_(x[:, :2], 2, num_samples=2, generator=seeded(x))
+    return new, flow.log_prob(new[0], prefix=x[:, :2])
+
+
 def initialized(flow: Any, x: Tensor) -> Tensor:
     flow.initialize(x)
     return flow(x)
@@ -251,6 +258,7 @@ FLOWS = by_name(
         *(case(made, call=sample, trains=False, compared=DRAWN) for made in FLOWS_OF),
         case(FLOWS_OF[1], call=sample, named=PADDED, trains=False, compared=DRAWN),
         *(case(FLOWS_OF[1], call=call, trains=False) for call in (initialized, vectors)),
+        case(FLOWS_OF[1], call=continued, trains=False, compared=DRAWN),
         *(
             case(BLOCKS[1], call=call, trains=False)
             for call in (residual_log_det, estimates, solved, transformed)

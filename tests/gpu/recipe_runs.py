@@ -33,6 +33,7 @@ import lipformer as lf
 import recipes.classify.__main__ as classify
 import recipes.classify.pretrained as pretrained
 import recipes.flows.__main__ as flows
+import recipes.series.__main__ as series
 import recipes.sets.__main__ as sets
 import recipes.vision.__main__ as vision
 import training.__main__ as language
@@ -41,7 +42,7 @@ from recipes.flows.pictures import inversion_errors
 from tests.gpu.accelerator import lightning
 from tests.gpu.log import ROOT
 from tests.gpu.pretend import NAME, record
-from tests.recipes import test_classify, test_flows, test_pretrained, test_sets, test_vision
+from tests.recipes import test_classify, test_flows, test_pretrained, test_series, test_sets, test_vision
 from tests.training.tiny import write_corpus
 from training import module, optimisers
 
@@ -69,6 +70,7 @@ SMALL: dict[str, tuple[Callable[[list[str]], int], dict[str, object]]] = {
     "classify": (classify.main, test_classify.TINY),
     "flows": (flows.main, test_flows.TINY),
     "pretrained": (pretrained.main, test_pretrained.TINY),
+    "series": (series.main, test_series.TINY),
     "sets": (sets.main, test_sets.TINY),
     "vision": (vision.main, test_vision.TINY),
 }
