@@ -117,7 +117,7 @@ class PretrainedModule(OneCycleModule):
         num_classes: int = 2,
         convert: bool = True,
         null_key: bool = True,
-        distill_steps: tuple[int, int] = (100, 1000),
+        distill_steps: tuple[int, int] = (150, 1000),
         lr: float = 1e-4,
         weight_decay: float = 0.01,
     ) -> None:
