@@ -54,15 +54,12 @@ def check_context(module: nn.Module, context: Tensor | None, x: Tensor) -> None:
 
     With ``context_dim=None`` it takes none.
     """
-    dim, kind = getattr(module, "context_dim", None), type(module).__name__
+    dim = getattr(module, "context_dim", None)
+    if (context is None) if dim is None else (context is not None and context.shape == (len(x), dim)):
+        return
     got = "no context" if context is None else f"context {tuple(context.shape)}"
-    if dim is None and context is not None:
-        raise ValueError(f"{kind} takes no context (its context_dim is None), got {got}")
-    if dim is not None and (context is None or context.shape != (x.shape[0], dim)):
-        raise ValueError(
-            f"{kind} takes a context (B, {dim}) with tokens (B, T, D), got {got} with tokens "
-            f"{tuple(x.shape)}"
-        )
+    takes = f"a context (B, {dim}) with tokens (B, T, D)" if dim is not None else "no context"
+    raise ValueError(f"{type(module).__name__} takes {takes}, got {got} with tokens {tuple(x.shape)}")
 
 
 # inspect.signature takes longer than a small layer; a class keeps its forward.
