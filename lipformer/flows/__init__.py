@@ -2,9 +2,9 @@
 
 Start with :class:`AttentionFlow`, a density of sets or sequences (B, T, D): ``log_prob``, ``sample``. It
 is a :class:`Flow` of :class:`InvertibleResidual`, :class:`ActNorm`, :class:`InvertibleLinear` and
-:class:`Permutation`, which all have ``forward``, ``inverse``, ``forward_and_log_det`` and
-``inverse_and_log_det``, and so has :class:`InvertibleSequential`, a stack of them. ``to_*`` put
-them into other flow libraries. See docs/flows.md.
+:class:`Permutation` (if equivariant, :class:`MeanFreeScale`), which all have ``forward``, ``inverse``,
+``forward_and_log_det`` and ``inverse_and_log_det``, and so has :class:`InvertibleSequential`, a stack of
+them. ``to_*`` put them into other flow libraries. See docs/flows.md.
 """
 
 from lipformer.flows.act_norm import ActNorm
@@ -23,6 +23,7 @@ from lipformer.flows.invertible_residual import InvertibleResidual
 from lipformer.flows.linear import InvertibleLinear, Permutation
 from lipformer.flows.log_det.exact import supports_causal
 from lipformer.flows.log_det.methods import LogDet, residual_log_det
+from lipformer.flows.mean_free import MeanFreeNormal, MeanFreeScale
 from lipformer.flows.solve.conditioning import estimate_inverse_gain
 from lipformer.flows.solve.fixed_point import NotConverged, Record, solve_fixed_point
 
@@ -36,6 +37,8 @@ __all__ = [
     "InvertibleResidual",
     "InvertibleSequential",
     "LogDet",
+    "MeanFreeNormal",
+    "MeanFreeScale",
     "NotConverged",
     "Permutation",
     "Record",

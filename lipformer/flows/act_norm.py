@@ -18,7 +18,46 @@ from lipformer.functional.tracing import tracing
 _LEAST_DEVIATION = 1e-6
 
 
-class ActNorm(TokenWise):
+class FirstBatch(nn.Module):
+    """What is set by the first batch in training mode; that it is set is saved with the weights.
+
+    Under torch.compile and torch.func no batch is taken: run one without them first.
+    """
+
+    initialized: Tensor
+    # Whether the flag was seen set: on a GPU it is read until then, and once after each load.
+    _seen_set = False
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.register_buffer("initialized", torch.tensor(False))
+
+    def initialize(self, x: Tensor, padded: Tensor | None = None) -> None:
+        """Sets it by a batch (B, T, D) whose tokens do not count where padded (B, T) is True."""
+        raise NotImplementedError
+
+    def note(self) -> None:
+        """Notes that it is set."""
+        self.initialized.fill_(True)
+        self._seen_set = True
+
+    def prepare(self, x: Tensor, padded: Tensor | None) -> None:
+        """Sets it by the first training batch (B, T, D)."""
+        if self.training and not tracing() and not self.is_set():
+            self.initialize(x, padded)
+
+    def is_set(self) -> bool:
+        """Whether it is set."""
+        if not self._seen_set or self.initialized.device.type == "cpu":
+            self._seen_set = bool(self.initialized)
+        return self._seen_set
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._seen_set = False
+        super()._load_from_state_dict(*args, **kwargs)
+
+
+class ActNorm(FirstBatch, TokenWise):
     r""":math:`y = (x + b)\,e^s` for each feature; the first training batch gets mean 0, deviation 1.
 
     :math:`\log|\det J| = T \sum_k s_k` with T the unpadded tokens of a sample, which alone count for
@@ -36,30 +75,10 @@ class ActNorm(TokenWise):
         (True, True)
     """
 
-    initialized: Tensor
-    # Whether the flag was seen set: on a GPU it is read until then, and once after each load.
-    _seen_set = False
-
     def __init__(self, dim: int) -> None:
         super().__init__(dim)
         self.shift = nn.Parameter(torch.zeros(dim))
         self.log_scale = nn.Parameter(torch.zeros(dim))
-        self.register_buffer("initialized", torch.tensor(False))
-
-    def prepare(self, x: Tensor, padded: Tensor | None) -> None:
-        """Sets shift and scale by the first training batch (B, T, D)."""
-        if self.training and not tracing() and not self.is_set():
-            self.initialize(x, padded)
-
-    def is_set(self) -> bool:
-        """Whether shift and scale are set."""
-        if not self._seen_set or self.initialized.device.type == "cpu":
-            self._seen_set = bool(self.initialized)
-        return self._seen_set
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self._seen_set = False
-        super()._load_from_state_dict(*args, **kwargs)
 
     @torch.no_grad()
     def initialize(self, x: Tensor, padded: Tensor | None = None) -> None:
@@ -79,8 +98,7 @@ class ActNorm(TokenWise):
         deviation = torch.where(deviation > _LEAST_DEVIATION, deviation, 1.0)
         self.shift.copy_(-tokens.mean(0))
         self.log_scale.copy_(-deviation.log())
-        self.initialized.fill_(True)
-        self._seen_set = True
+        self.note()
 
     def token_map(self, x: Tensor) -> Tensor:
         """(x + b) e^s."""

@@ -13,8 +13,10 @@ from torch.distributions import Distribution
 from lipformer.flows.act_norm import ActNorm
 from lipformer.flows.composition import Flow
 from lipformer.flows.context import ContextAffine, ContextEncoder
+from lipformer.flows.equivariant import equivariant_blocks
 from lipformer.flows.invertible_residual import InvertibleResidual
 from lipformer.flows.linear import InvertibleLinear, Permutation
+from lipformer.flows.mean_free import MeanFreeNormal
 from lipformer.layers import ContextBias, L2MultiheadAttention, LipSwish, SpectralLinear
 from lipformer.saving.saved_model import SavedModel
 
@@ -71,6 +73,52 @@ def normalising(dim: int, context_dim: int | None) -> list[nn.Module]:
     return [ActNorm(dim), *([] if context_dim is None else [ContextAffine(dim, context_dim)])]
 
 
+def _any(config: Mapping[str, Any], options: dict[str, Any], context_dim: int | None) -> list[nn.Module]:
+    """The blocks of a flow that need not be equivariant."""
+    dim, coeff = config["dim"], config["coeff"]
+    names = ("width", "causal", "positions", "key_radius")
+    blocks: list[nn.Module] = []
+    for _ in range(config["depth"]):
+        blocks += normalising(dim, context_dim)
+        if config["linear"] is not None:
+            blocks.append(LINEAR[config["linear"]](dim))
+        attention = attention_branch(
+            dim, config["num_heads"], context_dim=context_dim, **{name: config[name] for name in names}
+        )
+        blocks.append(InvertibleResidual(attention, coeff, config["mode"], **options))
+        for _ in range(config["feed_forwards"]):
+            feed_forward = feed_forward_branch(dim, config["hidden"], context_dim)
+            blocks.append(InvertibleResidual(feed_forward, coeff, log_det="causal"))
+    return blocks + normalising(dim, context_dim)
+
+
+def _equivariant(config: Mapping[str, Any], options: dict[str, Any]) -> list[nn.Module]:
+    """The blocks of an equivariant flow."""
+    names = ("depth", "num_heads", "coeff", "key_radius")
+    return equivariant_blocks(
+        config["dim"],
+        knots=config["hidden"][0],
+        pairs=config["feed_forwards"],
+        options=options,
+        **{name: config[name] for name in names},
+    )
+
+
+def _check_equivariant(config: Mapping[str, Any]) -> None:
+    """Raises for arguments that an equivariant flow does not take."""
+    needed = {"mode": "norm", "causal": False, "positions": None}
+    for name in (*needed, "width", "linear", "context_dim", "base"):
+        if config[name] != needed.get(name):
+            raise ValueError(
+                f"equivariant=True needs {name}={needed.get(name)!r}, got {name}={config[name]!r}"
+            )
+    if config["seq_len"] is None or len(config["hidden"]) != 1:
+        raise ValueError(
+            "equivariant=True needs a seq_len and one number for hidden, got "
+            f"seq_len={config['seq_len']}, hidden={config['hidden']}"
+        )
+
+
 class AttentionFlow(SavedModel, Flow):
     """A :class:`Flow` of invertible attention: a density of sequences or sets (B, T, D).
 
@@ -86,8 +134,9 @@ class AttentionFlow(SavedModel, Flow):
         dim: D, the number of features of a token.
         depth: number of blocks, each of one attention.
         num_heads: heads of the attention.
-        hidden: width, or widths, between the layers of the feed-forward networks.
-        feed_forwards: feed-forward networks after each attention.
+        hidden: width, or widths, between the layers of the feed-forward networks; of an equivariant flow
+            the number of knots of each :class:`PairRadial`.
+        feed_forwards: feed-forward networks after each attention, or PairRadial maps.
         width: features that the attention works on (a multiple of num_heads), if not on the tokens.
         coeff: contraction of every residual branch, in (0, 1).
         mode: "norm" or "causal", see :class:`InvertibleResidual`.
@@ -103,6 +152,11 @@ class AttentionFlow(SavedModel, Flow):
         context_dim: C of contexts (B, C) or (B, S, C), see :class:`Flow`; None for none. The encoder
             makes vectors of as many features as the feed-forward's first layer has.
         base: distribution of the noise, see :class:`Flow`.
+        equivariant: a density of sets up to translation, rotation, reflection and order: attention with
+            scalar weights, pair maps in place of feed-forward networks, one scale in place of ActNorm.
+            ``log_prob`` is then a density in the subspace of mean zero, of (T - 1) D dimensions, and
+            does not depend on the mean of x; samples have mean zero. Takes no width, linear, context,
+            base, mask or positions.
         probes: random probes of an estimated log-determinant.
         terms: terms of the power series, see :class:`InvertibleResidual`.
 
@@ -137,12 +191,13 @@ class AttentionFlow(SavedModel, Flow):
         linear: str | None = None,
         context_dim: int | None = None,
         base: Distribution | None = None,
+        equivariant: bool = False,
         probes: int = 1,
         terms: int | None = None,
     ) -> None:
         if linear is not None and linear not in LINEAR:
             raise ValueError(f"linear must be None or one of {', '.join(LINEAR)}, got {linear!r}")
-        if (width or dim) % num_heads:
+        if not equivariant and (width or dim) % num_heads:
             advice = "width=W, a multiple of num_heads, or" if width is None else "another width or"
             raise ValueError(
                 f"the attention works on {'dim' if width is None else 'width'}={width or dim} features, "
@@ -155,28 +210,16 @@ class AttentionFlow(SavedModel, Flow):
         # Every argument, with what "auto" and None stand for: no list of them to keep in step.
         config = {name: value for name, value in locals().items() if name in _ARGUMENTS}
         encoder = None if context_dim is None else ContextEncoder(context_dim, (*hidden, dim)[0])
-        given = None if encoder is None else encoder.width
-        blocks: list[nn.Module] = []
-        for _ in range(depth):
-            blocks += normalising(dim, given)
-            if linear is not None:
-                blocks.append(LINEAR[linear](dim))
-            attention = attention_branch(
-                dim,
-                num_heads,
-                width=width,
-                causal=causal,
-                positions=positions,
-                key_radius=key_radius,
-                context_dim=given,
-            )
-            options: dict[str, Any] = {"seq_len": seq_len, "probes": probes, "terms": terms}
-            blocks.append(InvertibleResidual(attention, coeff, mode, log_det=log_det, **options))
-            for _ in range(feed_forwards):
-                feed_forward = feed_forward_branch(dim, hidden, given)
-                blocks.append(InvertibleResidual(feed_forward, coeff, log_det="causal"))
-        blocks += normalising(dim, given)
-        super().__init__(blocks, base, dim=dim, seq_len=seq_len, encoder=encoder)
+        options: dict[str, Any] = {"seq_len": seq_len, "probes": probes, "terms": terms}
+        options["log_det"] = log_det
+        noise: Any = base
+        if equivariant:
+            _check_equivariant(config)
+            assert seq_len is not None
+            blocks, noise = _equivariant(config, options), MeanFreeNormal(seq_len, dim)
+        else:
+            blocks = _any(config, options, None if encoder is None else encoder.width)
+        super().__init__(blocks, noise, dim=dim, seq_len=seq_len, encoder=encoder)
         self.causal = causal
         self.config = config
         self.remember_parts()
@@ -184,7 +227,8 @@ class AttentionFlow(SavedModel, Flow):
     def entries(self) -> dict[str, Any]:
         """The arguments of the constructor, as JSON values; a base of one's own is none."""
         for base in (self.base, self.config["base"]):
-            if base is not None:
+            own = self.config["equivariant"] and isinstance(base, MeanFreeNormal)
+            if base is not None and not own:
                 raise ValueError(
                     f"save_pretrained writes flows of the default base, base=None, got {base}: save "
                     "flow.state_dict() by torch.save, and load it into a flow built with this base"

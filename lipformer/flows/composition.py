@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lipformer.certificate import Ask, Bound, register_bound, times
-from lipformer.flows.act_norm import ActNorm
+from lipformer.flows.act_norm import FirstBatch
 from lipformer.flows.context import Context, encode_context
 from lipformer.flows.continuation import check_prefix
 from lipformer.flows.log_det.methods import LogDet
@@ -340,7 +340,7 @@ class Flow(Layer):
         The first batch in training mode does the same. Call this before torch.compile, under which no
         batch is taken, and before DDP with the same data in every process.
         """
-        norms = [(part, part.training) for part in self.modules() if isinstance(part, ActNorm)]
+        norms = [(part, part.training) for part in self.modules() if isinstance(part, FirstBatch)]
         try:
             for part, _ in norms:
                 part.training = True

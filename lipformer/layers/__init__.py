@@ -15,9 +15,10 @@ from lipformer.layers.feed_forward import FeedForward
 from lipformer.layers.freezing import frozen
 from lipformer.layers.layer import Layer, bake, register_bake
 from lipformer.layers.own_token import register_own_token
+from lipformer.layers.pair_radial import PairRadial
 from lipformer.layers.residual import ConvexResidual, Residual
 from lipformer.layers.spectral import SpectralBound, SpectralLinear, spectral_bound
-from lipformer.layers.token_mean import TokenMean
+from lipformer.layers.token_mean import SubtractMean, TokenMean
 from lipformer.layers.token_norms import BallProjection, CenterNorm
 from lipformer.layers.token_shift import TokenShift
 from lipformer.layers.token_wise import register_token_wise
@@ -38,9 +39,11 @@ __all__ = [
     "LipSwish",
     "MaxMin",
     "NullKeyAttention",
+    "PairRadial",
     "Residual",
     "SpectralBound",
     "SpectralLinear",
+    "SubtractMean",
     "TokenMean",
     "TokenShift",
     "bake",

@@ -1,4 +1,4 @@
-"""The mean of a sample's tokens."""
+"""The mean of a sample's tokens, and the tokens without it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,24 @@ from torch import Tensor, nn
 from lipformer.certificate import Ask, Bound, register_bound
 from lipformer.functional.rounding import ROUND_UP
 from lipformer.layers.layout import padding, without_padding
+
+
+def token_mean(x: Tensor, key_padding_mask: Tensor | None = None, least: int = 1) -> Tensor:
+    """The sum of the tokens (B, N, D) that are no padding over max(their number, least), (B, D)."""
+    if x.ndim != 3:
+        raise ValueError(f"x must have shape (B, N, D), got {tuple(x.shape)}")
+    hidden = padding(key_padding_mask, x)
+    if hidden is None:
+        return x.mean(1) if x.shape[1] >= least else x.sum(1) / least
+    # In float32 a number of tokens is exact, in bfloat16 none above 256 need be.
+    count = (~hidden).sum(1, keepdim=True).clamp_min(least).float()
+    return (without_padding(x, hidden).sum(1) / count).to(x.dtype)
+
+
+def mean_free(x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+    """Tokens (B, N, D) minus the mean of those that are no padding, zero at padded ones."""
+    mean = token_mean(x, key_padding_mask)
+    return without_padding(x - mean.unsqueeze(1), padding(key_padding_mask, x))
 
 
 class TokenMean(nn.Module):
@@ -44,17 +62,32 @@ class TokenMean(nn.Module):
 
     def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """(B, N, D), and (B, N), True at padded tokens -> (B, D)."""
-        if x.ndim != 3:
-            raise ValueError(f"x must have shape (B, N, D), got {tuple(x.shape)}")
-        hidden = padding(key_padding_mask, x)
-        if hidden is None:
-            return x.mean(1) if x.shape[1] >= self.least else x.sum(1) / self.least
-        # In float32 a number of tokens is exact, in bfloat16 none above 256 need be.
-        count = (~hidden).sum(1, keepdim=True).clamp_min(self.least).float()
-        return (without_padding(x, hidden).sum(1) / count).to(x.dtype)
+        return token_mean(x, key_padding_mask, self.least)
 
     def extra_repr(self) -> str:
         return f"least={self.least}"
+
+
+class SubtractMean(nn.Module):
+    r""":math:`x_i - \frac1n \sum_j x_j` over the n tokens that are no padding: an orthogonal projection.
+
+    Example:
+        >>> import torch
+        >>> SubtractMean()(torch.tensor([[[1.0], [3.0]]])).flatten()
+        tensor([-1.,  1.])
+    """
+
+    batch_first = True
+
+    def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+        """(B, N, D), and (B, N), True at padded tokens -> (B, N, D), zero at padded tokens."""
+        return mean_free(x, key_padding_mask)
+
+
+@register_bound(SubtractMean)
+def _(module: SubtractMean, ask: Ask) -> Bound:
+    ask.only("l2")
+    return Bound(1.0, "projection")
 
 
 @register_bound(TokenMean)

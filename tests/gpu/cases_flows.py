@@ -162,6 +162,7 @@ def flow(**options: Any) -> Any:
     )
 
 
+EQUIVARIANT = flow(equivariant=True)  # which takes no padding
 BLOCKS = [
     residual(CAUSAL, mode="causal"),
     residual(UNMASKED, norm="l2"),
@@ -179,6 +180,7 @@ CONDITIONAL = [
 TOKEN_MAPS = [
     new(flows.ActNorm, 8),
     new(flows.InvertibleLinear, 8),
+    new(flows.MeanFreeScale),
     new(flows.Permutation, 8, generator=new(generator)),
 ]
 FLOWS_OF = [
@@ -212,6 +214,7 @@ METHODS = (
     (residual(UNMASKED, norm="l2"), ("exact", "series", "roulette")),
     (residual(CAUSAL, mode="causal"), ("causal",)),
     (residual(FEED_FORWARD, log_det="causal"), (None, "exact")),
+    (residual(new(lf.layers.PairRadial)), ("exact",)),
     (residual(UNMASKED, norm="l2", log_det="series", terms=3, probes=2), (None,)),
 )
 FLOWS = by_name(
@@ -254,6 +257,8 @@ FLOWS = by_name(
         ),
         case(new(flows.ContextEncoder, 3, 6), call=encoded, named={"context": context_tokens}),
         case(FLOWS_OF[0], call=log_prob, named={"method": "exact"}),
+        case(EQUIVARIANT, call=log_prob, compared=DRAWN),
+        case(EQUIVARIANT, call=sample, trains=False, compared=DRAWN),
         case(FLOWS_OF[0], call=log_prob, named={"method": "series"}, compared=DRAWN),
         *(case(made, call=sample, trains=False, compared=DRAWN) for made in FLOWS_OF),
         case(FLOWS_OF[1], call=sample, named=PADDED, trains=False, compared=DRAWN),

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import lipformer as lf
 from lipformer import analysis
+from lipformer.layers import SubtractMean
 from tests.layers.battery import WithoutParameters, slow_compile
 from tests.oracles import dense_jacobian
 from tests.promises.oracle import gain
@@ -27,6 +28,22 @@ class TestTokenMean(WithoutParameters):
 
     def call(self, module: nn.Module, x: Tensor, variant: str = "plain") -> Tensor:
         return module(x) if variant == "plain" else module(x, PADDED.expand(len(x), -1))
+
+
+class TestSubtractMean(TestTokenMean):
+    norms = ("l2",)
+    least = 0.99
+
+    def make(self) -> nn.Module:
+        return SubtractMean()
+
+
+def test_the_mean_is_that_of_tokens_without_padding() -> None:
+    x = torch.randn(1, 5, 8)
+    out = SubtractMean()(x, PADDED)
+    kept = ~PADDED[0]
+    torch.testing.assert_close(out[:, kept], x[:, kept] - x[:, kept].mean(1, keepdim=True))
+    assert not out[:, PADDED[0]].any()
 
 
 @pytest.mark.parametrize("least", [1, 3, 4, 9])

@@ -58,7 +58,12 @@ def exact_log_det(out: Tensor, x: Tensor, *, create_graph: bool) -> Tensor:
         x: (B, T, D).
         create_graph: make the result differentiable.
     """
-    return torch.linalg.slogdet(_one_plus(dense_jacobian(out, x, create_graph=create_graph))).logabsdet
+    return log_det_of(dense_jacobian(out, x, create_graph=create_graph))
+
+
+def log_det_of(jacobian: Tensor) -> Tensor:
+    """log|det(I + J)| of (B, n, n), (B,), in at least float32."""
+    return torch.linalg.slogdet(_one_plus(jacobian)).logabsdet
 
 
 def _one_plus(jacobian: Tensor) -> Tensor:

@@ -8,11 +8,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from lipformer.flows.log_det.closed_form import closed_form_jacobian, has_closed_form
 from lipformer.flows.log_det.exact import (
     causal_log_det,
     check_causal,
     exact_log_det,
     lazy_exact_log_det,
+    log_det_of,
     supports_causal,
 )
 from lipformer.flows.log_det.series import (
@@ -177,6 +179,10 @@ def residual_log_det(
             with torch.set_grad_enabled(gradient):
                 out, value = causal_log_det(branch, point, call)
             log_det = LogDet.exactly(value, method)
+        elif method == "exact" and has_closed_form(branch):
+            with torch.set_grad_enabled(gradient):
+                out, jacobian = closed_form_jacobian(branch, point, call.key_padding_mask)
+                log_det = LogDet.exactly(log_det_of(jacobian), method)
         elif method == "exact" and not branch.training:
             with torch.set_grad_enabled(gradient):
                 out = masked_branch(branch, point, call)
