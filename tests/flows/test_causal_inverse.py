@@ -45,7 +45,7 @@ class Triangular:
         return x
 
 
-@pytest.mark.parametrize("accelerate", [True, False])
+@pytest.mark.parametrize("accelerate", [True, False, None])
 @pytest.mark.parametrize(("gain", "squash"), [(0.3, None), (1.0, None), (30.0, 10.0), (1e4, 100.0)])
 def test_large_gains_across_tokens(gain: float, squash: float | None, accelerate: bool) -> None:
     f = Triangular(0.9, gain, squash, tokens=12)
@@ -141,6 +141,17 @@ def test_streaming_agrees_with_the_whole(name: str, mode: str) -> None:
         assert error(torch.cat(rows, 1), whole) <= 1e-10
         assert error(torch.cat(rows, 1), x) <= 1e-10
         assert error(torch.cat(outs, 1), y) <= 1e-10
+
+
+def test_tokens_are_solved_together() -> None:
+    """In half the evaluations that it takes in turn, to the same point."""
+    f = Triangular(0.6, 0.3, None)
+    y = torch.randn(B, T, D, dtype=F64)
+    (x, together), (in_turn, record) = (
+        solve_causal(f, y, rate=0.6, tol=1e-9, accelerate=flag) for flag in (None, True)
+    )
+    assert error(x, in_turn) <= 1e-6
+    assert together.iterations <= 0.6 * record.iterations
 
 
 def test_streaming_evaluates_the_new_tokens_only() -> None:

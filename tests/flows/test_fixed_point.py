@@ -60,7 +60,9 @@ def test_counts_of_acceleration(kind: str, most: int, n: int) -> None:
     """Issue 3: coeff 0.9 and tol 1e-6. Plain iteration needs more than a hundred."""
     for seed in range(4):
         a, y = matrix(kind, 0.9, n, seed), right_hand_side(n, seed)
-        assert solve(a, y, 0.9)[1].iterations <= most
+        assert solve(a, y, 0.9, accelerate=True)[1].iterations <= most
+        # By default it is looked for once steps prove to be slow.
+        assert solve(a, y, 0.9)[1].iterations <= most + 5
         assert solve(a, y, 0.9, accelerate=False)[1].iterations > 100
 
 
@@ -70,8 +72,10 @@ def test_never_more_than_plain_iteration_and_five(kind: str, dtype: torch.dtype)
     for n in (8, 64, 256):
         for seed in range(2 if n < 256 else 1):
             a, y = matrix(kind, 0.9, n, seed).to(dtype), right_hand_side(n, seed, dtype=dtype)
-            fast, plain = (solve(a, y, 0.9, accelerate=flag)[1].evaluations for flag in (True, False))
-            assert bool((fast <= plain + 5).all()), (n, seed, fast, plain)
+            plain = solve(a, y, 0.9, accelerate=False)[1].evaluations
+            for flag in (None, True):
+                fast = solve(a, y, 0.9, accelerate=flag)[1].evaluations
+                assert bool((fast <= plain + 5).all()), (n, seed, flag, fast, plain)
 
 
 @pytest.mark.parametrize("name", ["relu", "abs", "tanh", "sin"])
@@ -85,16 +89,26 @@ def test_nonlinear_maps_are_no_slower_than_plain(name: str) -> None:
 
         records = [
             solve_fixed_point(branch, y, rate=0.9, measure=l2_size, accelerate=flag)[1]
-            for flag in (True, False)
+            for flag in (False, None, True)
         ]
-        assert bool((records[0].evaluations <= records[1].evaluations + 5).all()), kind
+        for record in records[1:]:
+            assert bool((record.evaluations <= records[0].evaluations + 5).all()), kind
 
 
-@pytest.mark.parametrize("accelerate", [True, False])
+def test_secant_steps_pay_where_plain_ones_are_not_slow_enough_for_more() -> None:
+    """As in flows, where the rate is far from reached: a quarter of the evaluations less."""
+    a, y = matrix("positive", 0.5, 64, 0), right_hand_side(64, 0)
+    plain, secant = (solve(a, y, 0.9, accelerate=flag)[1].iterations for flag in (False, None))
+    assert plain <= 30
+    assert secant <= 0.75 * plain
+
+
+@pytest.mark.parametrize("accelerate", [True, False, None])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_error_bound_is_a_promise(kind: str, accelerate: bool) -> None:
-    for c in (0.5, 0.9, 0.97) if accelerate else (0.5, 0.9):
-        for tol in (1e-2, 1e-6, 0.0) if accelerate else (1e-2, 0.0):
+    plain = accelerate is False
+    for c in (0.5, 0.9) if plain else (0.5, 0.9, 0.97):
+        for tol in (1e-2, 0.0) if plain else (1e-2, 1e-6, 0.0):
             a, y = matrix(kind, c, 24, 1), 30.0 * right_hand_side(24, 1)
             x, record = solve(a, y, c, tol=tol, accelerate=accelerate, max_iter=5000)
             exact = torch.linalg.solve(torch.eye(24, dtype=F64) + a, y.mT).mT
@@ -129,7 +143,7 @@ def test_a_tolerance_below_the_precision_gives_the_limit_of_precision(
         assert bool((record.error_bound <= 2000 * torch.finfo(dtype).eps * size).all()), kind
 
 
-@pytest.mark.parametrize("accelerate", [True, False])
+@pytest.mark.parametrize("accelerate", [True, False, None])
 def test_a_sample_does_not_depend_on_the_others(accelerate: bool) -> None:
     a = matrix("symmetric", 0.9, 16, 0)
     scale = torch.tensor([0.0, 1e-6, 1.0, 1e3], dtype=F64)[:, None, None]
@@ -149,7 +163,7 @@ def test_a_sample_does_not_depend_on_the_others(accelerate: bool) -> None:
     for k in range(4):
         alone, single = solve(a, y[k : k + 1], 0.9, accelerate=accelerate)
         # Acceleration solves small systems that enlarge the rounding of batched products.
-        atol = 1e-9 if accelerate else 1e-13
+        atol = 1e-13 if accelerate is False else 1e-9
         torch.testing.assert_close(alone[0], x[k], rtol=atol, atol=atol)
         assert abs(single.iterations - counts[k]) <= 1
 
@@ -175,7 +189,7 @@ def test_non_convergence_raises_with_the_residual() -> None:
     assert record.iterations == 20
 
 
-@pytest.mark.parametrize("accelerate", [True, False])
+@pytest.mark.parametrize("accelerate", [True, False, None])
 def test_a_map_that_expands_is_not_called_converged(accelerate: bool) -> None:
     a, y = 3.0 * rotation(16, 0), right_hand_side(16, 0)
     with pytest.raises(NotConverged):

@@ -161,8 +161,22 @@ def solve_fixed_point(
     if y.numel() == 0:
         none = torch.zeros_like(tolerance)
         return y.clone(), Record(none.long(), none, none, True, tolerance)
-    steps = _Accelerated(branch, y, measure, rate, tolerance * ((1.0 - rate) / rate), accelerate)
+    enough = tolerance * ((1.0 - rate) / rate)
+    kind = _Accelerated if accelerate else _Samples
+    steps: _Samples = kind(branch, y, measure, rate, enough, accelerate)
     point, solution, counts = steps.run(max_iter)
+    left = steps.given_up.to(y.device)
+    spared = max_iter - int(counts[left].max()) if len(left) else 0
+    if accelerate is None and spared > 0:
+        steps = _Accelerated(
+            lambda x, index: branch(x, left[index]), y[left], measure, rate, enough[left], True
+        )
+        steps.x = solution[left]
+        results = steps.run(spared)
+        point, solution = (
+            t.index_copy(0, left, u) for t, u in ((point, results[0]), (solution, results[1]))
+        )
+        counts = counts.index_add(0, left, results[2])
     residual = measure(solution.double() - point.double())
     noise = torch.full_like(residual, torch.inf)
     if promise:
@@ -332,11 +346,29 @@ class Steps:
         return torch.where(mask.view(-1, *[1] * (one.ndim - 1)).to(one.device), one, other)
 
 
-class _Accelerated(Steps):
-    """Steps, and those of Anderson's method where it is asked for, or others are slow, and it is ahead.
+class _Samples(Steps):
+    """Steps of whole samples, which are given up where they are slow if Anderson's method may follow."""
+
+    def hopeless(self) -> Tensor:
+        if bool(torch.isinf(self.best).any()):
+            raise ValueError(
+                f"the branch overflows {self.y.dtype} at y (largest entry "
+                f"{float(self.y.abs().max()):.3g}): rescale y, use a wider dtype, and look whether the "
+                "weights are finite"
+            )
+        if self.accelerate is not None:
+            return super().hopeless()
+        # At the pace of the latest step.
+        goal = torch.maximum(self.enough, self.floor).clamp_min(torch.finfo(torch.float64).tiny)
+        left = (self.size / goal).log() / (self.last / self.size).clamp_min(1.0).log()
+        return left > SLOW
+
+
+class _Accelerated(_Samples):
+    """Steps of Anderson's method where it is ahead of plain ones, else plain ones.
 
     Attributes:
-        history: past points, from when acceleration is looked for.
+        history: past points.
         spread: sum of the inverse squares of the residuals' l2 norms since the history began.
         pace: reduction by the last plain step before acceleration, 0 while steps are plain.
         due: residual that plain steps at that pace would have reached, SLACK evaluations ago.
@@ -354,23 +386,6 @@ class _Accelerated(Steps):
         if self.history is not None:
             self.history = self.history.select(kept.to(self.index.device))
 
-    def hopeless(self) -> Tensor:
-        if bool(torch.isinf(self.best).any()):
-            raise ValueError(
-                f"the branch overflows {self.y.dtype} at y (largest entry "
-                f"{float(self.y.abs().max()):.3g}): rescale y, use a wider dtype, and look whether the "
-                "weights are finite"
-            )
-        return super().hopeless()
-
-    def _slow(self) -> bool:
-        """Whether some sample needs SLOW more steps, at the pace of the latest one."""
-        if self.accelerate is False:
-            return False
-        goal = torch.maximum(self.enough, self.floor).clamp_min(torch.finfo(torch.float64).tiny)
-        left = (self.size / goal).log() / (self.last / self.size).clamp_min(1.0).log()
-        return bool((left > SLOW).any())
-
     def advance(self) -> None:
         """The next points: accelerated where that is ahead of plain steps, else plain from the best.
 
@@ -380,8 +395,6 @@ class _Accelerated(Steps):
         there it gains nothing in the end. It is given up where it falls behind the pace of the plain
         steps before it.
         """
-        if self.accelerate is not True and self.history is None and not self._slow():
-            return super().advance()
         self.plain()
         image, residual = self.image.flatten(1), self.residual.flatten(1)
         least = torch.finfo(image.dtype).tiny ** 0.5
