@@ -76,6 +76,17 @@ def test_it_is_its_definition(dtype: torch.dtype, tolerance: float, offset: floa
                 assert (out.double() - oracle(*exact, **masks)).abs().max() <= tolerance, masks.keys()
 
 
+def test_what_stands_at_padded_tokens_counts_nothing() -> None:
+    q, k, v = operands()
+    padded = padding()
+    expected = null_key_attention(q, k, v, key_padding_mask=padded)
+    k, v = (x.masked_fill(padded[:, None, :, None], math.nan) for x in (k, v))
+    for causal in (False, True):
+        found = null_key_attention(q, k, v, key_padding_mask=padded, is_causal=causal)
+        assert bool(found.isfinite().all())
+    torch.testing.assert_close(null_key_attention(q, k, v, key_padding_mask=padded), expected)
+
+
 def test_derivatives() -> None:
     inputs = [x[:1, :2].requires_grad_() for x in operands()]
 
@@ -141,5 +152,5 @@ def test_bad_input_is_refused() -> None:
         null_key_attention(q, k, v, bias=torch.full((S, S), 0.5))
     with pytest.raises(ValueError, match=r"broadcast to \(\*, H, T, S\) = \(2, 3, 6, 6\), got"):
         null_key_attention(q, k, v, bias=torch.zeros(S, 2))
-    with pytest.raises(ValueError, match="scale must be positive"):
+    with pytest.raises(ValueError, match="value_scale must be positive, .* got 0.0"):
         null_key_attention(q, k, v, value_scale=0.0)

@@ -42,8 +42,8 @@ def check_window(window: int | None, is_causal: bool) -> None:
         )
 
 
-def check_scale(scale: float | Tensor | None, heads: int) -> None:
-    """Raises unless ``scale`` is None, a positive float, or positive of a shape () or (H, 1, 1)."""
+def check_scale(scale: float | Tensor | None, heads: int, name: str = "scale") -> None:
+    """Raises unless a ``scale`` is None, a positive float, or positive of a shape () or (H, 1, 1)."""
     if scale is None:
         return
     if isinstance(scale, Tensor):
@@ -52,7 +52,7 @@ def check_scale(scale: float | Tensor | None, heads: int) -> None:
     else:
         fits = 0.0 < scale < math.inf
     if not fits:
-        raise ValueError(f"scale must be positive, a float or of shape ({heads}, 1, 1), got {scale}")
+        raise ValueError(f"{name} must be positive, a float or of shape ({heads}, 1, 1), got {scale}")
 
 
 def check_slopes(slopes: Tensor | None, heads: int, is_causal: bool) -> None:

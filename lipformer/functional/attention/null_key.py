@@ -42,7 +42,7 @@ def null_key_attention(
 
     Args:
         q: (*, H, T, d).
-        k: (*, H, S, d); T is S, or with ``is_causal`` the queries are those of the last T tokens.
+        k: (*, H, S, d); with ``is_causal`` the queries are those of the last T tokens.
         v: (*, H, S, e).
         scale: temperature :math:`t`, a float or a tensor (H, 1, 1); default d ** -0.5.
         value_scale: :math:`\epsilon > 0`, likewise.
@@ -61,7 +61,7 @@ def null_key_attention(
     """
     _check(q, k, v, is_causal)
     check_scale(scale, q.shape[-3])
-    check_scale(value_scale, q.shape[-3])
+    check_scale(value_scale, q.shape[-3], "value_scale")
     padding, bias = as_padding(key_padding_mask, k), _lowering(bias, q, k)
     dtype = kernel_dtype(q)
     wide = torch.promote_types(dtype, torch.float32)
@@ -75,7 +75,8 @@ def null_key_attention(
     a = ((q.to(wide) - centre) * root).to(dtype)
     b = (k.to(wide) - centre) * root
     if padding is not None:
-        b = b.masked_fill(padding[..., None, :, None], 0.0)
+        # Whatever stands there, NaN included, counts nothing.
+        b, v = (x.masked_fill(padding[..., None, :, None], 0.0) for x in (b, v))
     b = b.to(dtype)
     units = norm_units(dtype)
     depth = -0.5 * (_squares(b, wide) + _squares(v.to(wide) * value_scale * root, wide))
