@@ -370,6 +370,8 @@ def test_a_graph_gives_no_numbers_for_what_is_not_certified() -> None:
 def test_untied_attention_keeps_every_weight() -> None:
     model = build("bert").double()
     part: Any = model.bert.encoder.layer[0].attention
+    for linear in (part.self.query, part.self.key, part.self.value, part.output.dense):
+        nn.init.normal_(linear.bias)
     x = torch.randn(B, N, D, dtype=torch.float64)
     q, k, v = (
         linear(x).unflatten(-1, (H, -1)).transpose(1, 2)

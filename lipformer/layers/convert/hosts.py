@@ -131,11 +131,11 @@ class HostedAttention(Layer):
             if not readable:
                 sure = fits
             elif not bool(fits):
+                by = "it" if self.attention.any_mask else "convert_attention(model, any_mask=True)"
                 raise ValueError(
                     f"the attention mask of shape {tuple(mask.shape)} hides other keys than padded"
                     f"{' and later' if causal else ''} ones (or adds to logits), which this layer is "
-                    "not certified for; convert_attention(model, any_mask=True) covers every mask that "
-                    "hides keys but never a token's own"
+                    f"not certified for; {by} covers every mask that hides keys but never a token's own"
                 )
         new: Tensor | None = None
         if first:
