@@ -89,6 +89,11 @@ def token_bound_minimum(own: Tensor, m: Tensor, gains: Tensor) -> Tensor:
     return torch.stack(ways).amin()
 
 
+def above_floor(value: Tensor, q: Tensor, m: Tensor) -> Tensor:
+    """The bound, which may have left the range of float64 although neither factor is zero."""
+    return torch.maximum(value, FLOOR * ((q != 0).any() & (m != 0).any()).double())
+
+
 def linf_bound_lean(q: Tensor, m: Tensor, spreads: Tensor, growth: float = 1.0) -> Tensor:
     r"""The paper's l_inf argument for the lean form, at any temperature.
 
@@ -290,8 +295,7 @@ def attention_bound(layer: L2MultiheadAttention, ask: Ask, head_scale: Tensor | 
         value = value + _folding_error(layer) * gains.amax() * q.double().norm()
     if stored:
         return value * _folding_growth(layer)
-    # Products of norms may leave the range of float64 although no factor is zero.
-    return torch.maximum(value, FLOOR * ((q != 0).any() & (m != 0).any()).double())
+    return above_floor(value, q, m)
 
 
 def scaled_bound(layer: L2MultiheadAttention, ask: Ask, head_scale: Tensor | None = None) -> Bound:

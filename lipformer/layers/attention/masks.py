@@ -28,6 +28,8 @@ def additive(attn_mask: Tensor, batch: int, heads: int, n: int, dtype: torch.dty
         n: N.
         dtype: of the bias.
     """
+    if not isinstance(attn_mask, Tensor):
+        raise TypeError(f"attn_mask must be a tensor or None, got {type(attn_mask).__name__}")
     if attn_mask.shape not in ((n, n), (batch * heads, n, n)):
         raise ValueError(
             f"attn_mask must have shape {(n, n)} or {(batch * heads, n, n)}, "
@@ -73,8 +75,6 @@ def resolve(
     always = bool(causal) or is_causal
     if attn_mask is None:
         return Mask(always, None)
-    if not isinstance(attn_mask, Tensor):
-        raise TypeError(f"attn_mask must be a tensor or None, got {type(attn_mask).__name__}")
     bias = additive(attn_mask, batch, heads, n, dtype)
     readable = values_readable(bias)
     if is_causal and not readable:

@@ -19,7 +19,7 @@ from lipformer.layers.attention import masks
 from lipformer.layers.attention.key_ball import bounded
 from lipformer.layers.attention.key_cache import KeyCache, extend
 from lipformer.layers.attention.positions import default_slopes, exact_slopes, rotary_angles, rotate
-from lipformer.layers.attention.self_attention import SelfAttention
+from lipformer.layers.attention.self_attention import SelfAttention, check_settings
 from lipformer.layers.constants import Constants
 from lipformer.layers.spectral import SpectralLinear
 
@@ -41,20 +41,8 @@ def check_arguments(
     smooth_radius: bool,
 ) -> None:
     """Raises ValueError for arguments that do not fit together."""
-    for name, number in (("embed_dim", embed_dim), ("num_heads", num_heads)):
-        if not isinstance(number, int):
-            raise ValueError(f"{name} must be an integer, got {number!r}")
-    if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
-        raise ValueError(
-            "embed_dim must be a positive multiple of num_heads, "
-            f"got embed_dim={embed_dim}, num_heads={num_heads}"
-        )
-    if not 0.0 <= dropout < 1.0:
-        raise ValueError(f"dropout must be in [0, 1), got {dropout!r}")
     flags = {"batch_first": batch_first, "any_mask": any_mask, "smooth_radius": smooth_radius}
-    for name, flag in flags.items():
-        if not isinstance(flag, bool):
-            raise ValueError(f"{name} must be True or False, got {flag!r}")
+    check_settings(embed_dim, num_heads, dropout, max_len, **flags)
     if causal is not None and not isinstance(causal, bool):
         raise ValueError(f"causal must be True, False or None, got {causal!r}")
     if positions not in POSITIONS:
@@ -63,8 +51,6 @@ def check_arguments(
         raise ValueError(f"positions='alibi' needs causal=True, got causal={causal}")
     if slopes is not None and positions != "alibi":
         raise ValueError(f"slopes need positions='alibi', got positions={positions!r}")
-    if max_len is not None and (type(max_len) is bool or not isinstance(max_len, int) or max_len < 1):
-        raise ValueError(f"max_len must be None or an integer >= 1, got {max_len!r}")
     if window is not None and causal is not True:
         raise ValueError(f"window={window} needs causal=True, got causal={causal}")
     check_window(window, True)

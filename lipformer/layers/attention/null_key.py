@@ -16,13 +16,14 @@ from lipformer.functional.rounding import running
 from lipformer.layers import layout
 from lipformer.layers.attention import masks
 from lipformer.layers.attention.bound import (
+    above_floor,
     asked_length,
     head_norms,
     joint_bound_minimum,
     token_bound_minimum,
 )
 from lipformer.layers.attention.key_cache import KeyCache, extend
-from lipformer.layers.attention.self_attention import SelfAttention
+from lipformer.layers.attention.self_attention import SelfAttention, check_settings
 from lipformer.layers.branch import Call
 from lipformer.layers.constants import Constants
 from lipformer.layers.decoding import register_step
@@ -31,7 +32,7 @@ from lipformer.layers.decoding import register_step
 class NullKeyAttention(SelfAttention):
     r"""Multi-head self-attention with logits :math:`-t_h (\|q_i - k_j\|^2 + \epsilon_h^2 \|v_j\|^2)`.
 
-    .. math:: F(X) = \sum_h g(X W^Q_h + b_h, X W^K_h, X W^V_h) W^O_h + b
+    .. math:: F(X) = \sum_h g(X W^Q_h + b_h, X W^K_h, X W^V_h + c_h) W^O_h + b
 
     with g of :func:`lipformer.functional.null_key_attention`: each query also sees itself, as a null key
     of value zero and logit 0. Called like nn.MultiheadAttention for self-attention, of which it has the
@@ -80,13 +81,7 @@ class NullKeyAttention(SelfAttention):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
-            raise ValueError(
-                "embed_dim must be a positive multiple of num_heads, "
-                f"got embed_dim={embed_dim}, num_heads={num_heads}"
-            )
-        if not 0.0 <= dropout < 1.0:
-            raise ValueError(f"dropout must be in [0, 1), got {dropout!r}")
+        check_settings(embed_dim, num_heads, dropout, max_len, batch_first=batch_first, causal=causal)
         self.embed_dim, self.num_heads, self.dropout = embed_dim, num_heads, dropout
         self.batch_first, self.causal, self.max_len = batch_first, causal, max_len
         place: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -132,16 +127,16 @@ class NullKeyAttention(SelfAttention):
             attn_mask: (N, N) or (B H, N, N), bool with True at hidden keys, or numbers <= 0 to add to
                 the logits. Any keys may be hidden, a token's own too.
             average_attn_weights: without effect.
-            is_causal: mask later keys; with attn_mask the hint that it is the causal mask.
+            is_causal: mask later keys, beside those that attn_mask hides.
         """
         if need_weights:
             raise ValueError("NullKeyAttention gives no weights, got need_weights=True")
         self._one_tensor(query, key, value)
         x, padding = self._batched(query, key_padding_mask)
         bias: Tensor | None = None
-        causal = self.causal or (is_causal and attn_mask is None)
         if attn_mask is not None:
             bias = masks.additive(attn_mask, x.shape[0], self.num_heads, x.shape[1], x.dtype)
+        causal = self.causal or is_causal
         out = self._output(self._attend(x, self.new_keys(x), padding, causal, bias), padding)
         return layout.unbatched(out, query, self.batch_first), None
 
@@ -172,23 +167,25 @@ class NullKeyAttention(SelfAttention):
 
     def new_keys(self, x: Tensor) -> Tensor:
         """Keys and values of tokens (B, T, D), side by side, (B, H, T, 2 d)."""
-        key = F.linear(x, self._scaled(self.k_proj.weight))
+        self.check_projections()
         value = F.linear(x, self.v_proj.weight, self.v_proj.bias)
-        return torch.cat([self._heads(key), self._heads(value)], dim=-1)
+        return torch.cat([self._scaled_heads(x, self.k_proj), self._heads(value)], dim=-1)
 
     def _heads(self, x: Tensor) -> Tensor:
         return rearrange(x, "b n (h d) -> b h n d", h=self.num_heads)
 
+    def _scaled_heads(self, x: Tensor, linear: nn.Linear) -> Tensor:
+        """Queries or keys (B, H, T, d) times sqrt(2 t_h)."""
+        bias: Tensor | None = linear.bias
+        bias = None if bias is None else self._scaled(bias)
+        return self._heads(F.linear(x, self._scaled(linear.weight), bias))
+
     def _attend(
         self, x: Tensor, keys: Tensor, padding: Tensor | None, causal: bool, bias: Tensor | None
     ) -> Tensor:
-        self.check_projections()
-        offset: Tensor | None = self.q_proj.bias
-        offset = None if offset is None else self._scaled(offset)
-        query = self._heads(F.linear(x, self._scaled(self.q_proj.weight), offset))
         key, value = keys.chunk(2, -1)
         return null_key_attention(
-            query,
+            self._scaled_heads(x, self.q_proj),
             key,
             value,
             scale=0.5,
@@ -258,12 +255,13 @@ def _(layer: NullKeyAttention, ask: Ask) -> Bound:
     if ask.norm == "l2":
         gain = l2_gain(n + 1, theorem="any mask")
         gains = layer.constants((gain,) * layer.num_heads, q.device)
-        return Bound(joint_bound_minimum(torch.cat([q, points], dim=1), m, gains), "Theorem U")
+        value = joint_bound_minimum(torch.cat([q, points], dim=1), m, gains)
+        return Bound(above_floor(value, points, m), "Theorem U")
     # A token moves its query by one norm and its key and value by the other: the larger one counts. Its
     # effect on itself is one of those that the token norm has.
     gains = layer.constants((l2_gain(n + 1, norm="token"),) * layer.num_heads, q.device)
     own = torch.maximum(head_norms(q), head_norms(points))
-    return Bound(token_bound_minimum(own, m, gains), "Theorem U")
+    return Bound(above_floor(token_bound_minimum(own, m, gains), points, m), "Theorem U")
 
 
 @register_step(NullKeyAttention)

@@ -26,6 +26,27 @@ class _NoFastPath:
         return NotImplemented
 
 
+def check_settings(
+    embed_dim: int, num_heads: int, dropout: float, max_len: int | None, **flags: bool
+) -> None:
+    """Raises ValueError for arguments that no self-attention has."""
+    for name, number in (("embed_dim", embed_dim), ("num_heads", num_heads)):
+        if type(number) is bool or not isinstance(number, int):
+            raise ValueError(f"{name} must be an integer, got {number!r}")
+    if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
+        raise ValueError(
+            "embed_dim must be a positive multiple of num_heads, "
+            f"got embed_dim={embed_dim}, num_heads={num_heads}"
+        )
+    if not isinstance(dropout, (int, float)) or not 0.0 <= dropout < 1.0:
+        raise ValueError(f"dropout must be in [0, 1), got {dropout!r}")
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise ValueError(f"{name} must be True or False, got {flag!r}")
+    if max_len is not None and (type(max_len) is bool or not isinstance(max_len, int) or max_len < 1):
+        raise ValueError(f"max_len must be None or an integer >= 1, got {max_len!r}")
+
+
 class SelfAttention(Layer):
     """Projections that are read as weight and bias, and tokens in the layouts of nn.MultiheadAttention.
 
