@@ -131,6 +131,12 @@ ANALYSIS = by_name(
             for named in ({}, {"is_causal": True, "slopes": slopes}, {"bias": bias})
         ),
         Case(functional.l2_attention_step, (heads,), {"queries": 2, "slopes": slopes}),
+        Case(
+            functional.null_key_attention,
+            (heads, heads, heads),
+            {"scale": temperature, "is_causal": True, "key_padding_mask": padding},
+        ),
+        Case(functional.null_key_attention, (heads, heads, heads), {"scale": 0.3, "value_scale": 0.5}),
         *(
             Case(functional.spectral_norm_bound, (tokens,), {"method": method}, trains=method != "svd")
             for method in ("cholesky", "gram", "svd")
