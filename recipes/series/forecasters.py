@@ -119,7 +119,7 @@ class GaussianAR:
 class MaskedFlow:
     """A masked autoregressive flow of zuko of the whole future, conditioned on the past.
 
-    Trained by Adam with a falling learning rate for as many seconds as the flow.
+    Trained by Adam with a falling learning rate, for so many seconds of the processor.
 
     Args:
         windows: to train on, (W, past + horizon, 1).
@@ -143,9 +143,9 @@ class MaskedFlow:
         self.model: nn.Module = zuko.flows.MAF(horizon, past, transforms=3, hidden_features=(64, 64))
         self.parameters, self.updates = count(self.model), 0
         adam = torch.optim.Adam(self.model.parameters(), lr)
-        begin = time.perf_counter()
+        begin = time.process_time()
         with torch.enable_grad():
-            while (spent := time.perf_counter() - begin) < seconds or not self.updates:
+            while (spent := time.process_time() - begin) < seconds or not self.updates:
                 for group in adam.param_groups:
                     group["lr"] = lr * max(0.01, 1.0 - spent / seconds)
                 batch = windows[torch.randint(len(windows), (batch_size,))]
@@ -155,7 +155,7 @@ class MaskedFlow:
                 nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
                 adam.step()
                 self.updates += 1
-        self.seconds = time.perf_counter() - begin
+        self.seconds = time.process_time() - begin
         self.model.eval()
 
     def _given(self, windows: Tensor) -> Any:

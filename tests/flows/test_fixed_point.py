@@ -62,7 +62,7 @@ def test_counts_of_acceleration(kind: str, most: int, n: int) -> None:
         a, y = matrix(kind, 0.9, n, seed), right_hand_side(n, seed)
         assert solve(a, y, 0.9, accelerate=True)[1].iterations <= most
         # By default it is looked for once steps prove to be slow.
-        assert solve(a, y, 0.9)[1].iterations <= most + 5
+        assert solve(a, y, 0.9)[1].iterations <= most + 8
         assert solve(a, y, 0.9, accelerate=False)[1].iterations > 100
 
 
