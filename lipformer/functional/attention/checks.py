@@ -67,14 +67,8 @@ def check_slopes(slopes: Tensor | None, heads: int, is_causal: bool) -> None:
         )
 
 
-def check_bias(bias: Tensor | None, y: Tensor) -> Tensor | None:
-    """Raises unless ``bias`` broadcasts to (*, H, N, N) and leaves every own key visible.
-
-    Where values are not read, a row without its own key becomes NaN instead, in the bias returned.
-    """
-    if bias is None:
-        return None
-    full = (*y.shape[:-1], y.shape[-2])
+def expand_bias(bias: Tensor, full: tuple[int, ...], layout: str) -> Tensor:
+    """The bias with all queries and keys; raises unless it is added to logits of the shape ``full``."""
     try:
         fits = torch.broadcast_shapes(bias.shape, full) == full and bias.is_floating_point()
     except RuntimeError:
@@ -82,9 +76,19 @@ def check_bias(bias: Tensor | None, y: Tensor) -> Tensor | None:
     if not fits:
         raise ValueError(
             "bias must be floating point, added to the logits (-inf hides a key), and broadcast to "
-            f"(*, H, N, N) = {full}, got {bias.dtype} {tuple(bias.shape)}"
+            f"{layout} = {full}, got {bias.dtype} {tuple(bias.shape)}"
         )
-    bias = bias.expand(*bias.shape[:-2], *full[-2:])
+    return bias.expand(*bias.shape[:-2], *full[-2:])
+
+
+def check_bias(bias: Tensor | None, y: Tensor) -> Tensor | None:
+    """Raises unless ``bias`` broadcasts to (*, H, N, N) and leaves every own key visible.
+
+    Where values are not read, a row without its own key becomes NaN instead, in the bias returned.
+    """
+    if bias is None:
+        return None
+    bias = expand_bias(bias, (*y.shape[:-1], y.shape[-2]), "(*, H, N, N)")
     lost = ~torch.isfinite(torch.diagonal(bias, dim1=-2, dim2=-1))
     if not values_readable(bias):
         return bias.masked_fill(lost.unsqueeze(-1), torch.nan)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lipformer.functional.attention.augment import PADDED, norm_units, split_in_units
-from lipformer.functional.attention.checks import as_padding, check_scale, check_tokens
+from lipformer.functional.attention.checks import as_padding, check_scale, check_tokens, expand_bias
 from lipformer.functional.attention.fused import differentiable_backend, kernel_dtype
 from lipformer.functional.attention.reference import gather_tokens, reference_point, sample_positions
 from lipformer.functional.tracing import values_readable
@@ -117,17 +117,7 @@ def _lowering(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     """The bias; raises unless it only lowers logits (where values are not read, it becomes NaN)."""
     if bias is None:
         return None
-    full = (*q.shape[:-1], k.shape[-2])
-    try:
-        fits = torch.broadcast_shapes(bias.shape, full) == full and bias.is_floating_point()
-    except RuntimeError:
-        fits = False
-    if not fits:
-        raise ValueError(
-            "bias must be floating point, added to the logits (-inf hides a key), and broadcast to "
-            f"(*, H, T, S) = {full}, got {bias.dtype} {tuple(bias.shape)}"
-        )
-    bias = bias.expand(*bias.shape[:-2], *full[-2:])
+    bias = expand_bias(bias, (*q.shape[:-1], k.shape[-2]), "(*, H, T, S)")
     lowers = bias <= 0.0
     if not values_readable(bias):
         return bias.masked_fill(~lowers, torch.nan)
