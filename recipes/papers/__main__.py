@@ -1,0 +1,70 @@
+"""Repeats the experiments of the papers and writes what came out beside what was published.
+
+    python -m recipes.papers --quick               all of them, small: under 20 minutes on two cores
+    python -m recipes.papers inversion tightness   two of them, at full size
+    python -m recipes.papers --list                what there is
+
+Each leaves NAME.json, NAME.csv, NAME.png and NAME.md in OUT/LEVEL, and all together RESULTS.md there.
+A part that is finished is kept in NAME.json and not measured again: give the same command to go on.
+Exit code 1 if a claim of this project was not found to hold.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from recipes.output import exit_code, parser, usable_directory, write_text
+from recipes.papers.experiment import Clock, Record, Setting
+from recipes.papers.results import NAMES, experiment, results
+from training.base_cli import prepare_process
+from training.progress import print_plain
+
+
+def run(names: Sequence[str], setting: Setting, out: Path) -> bool:
+    """Measures what is missing and writes everything; whether nothing was found to be wrong."""
+    folder = usable_directory(out / setting.level, "--out")
+    records = [Record(experiment(name), setting, folder) for name in names or NAMES]
+    clock = Clock(sum(part.cost for record in records for part in record.missing))
+    right = True
+    for record in records:
+        record.measure(clock)
+        found = record.publish()
+        right &= found.holds is not False
+        print_plain(f"{record.experiment.name}: {found.figure}. {found.text}")
+    write_text(folder / "RESULTS.md", results(folder))
+    print_plain(f"written to {folder}")
+    return right
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit code."""
+    given = parser(__doc__)
+    given.add_argument("names", nargs="*", metavar="NAME", help="experiments; all if none is given")
+    level = given.add_mutually_exclusive_group()
+    level.add_argument("--smoke", dest="level", action="store_const", const="smoke", help="seconds")
+    level.add_argument("--quick", dest="level", action="store_const", const="quick", help="minutes")
+    given.add_argument("--out", type=Path, default=Path("report/papers"), help="directory of all output")
+    given.add_argument("--data", type=Path, help="has ptb/ and tinyshakespeare.txt; without: the hub")
+    given.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of torch")
+    given.add_argument("--list", action="store_true", help="list the experiments")
+    asked = given.parse_args(arguments)
+    right: list[bool] = []
+
+    def work() -> None:
+        if asked.list:
+            for name in NAMES:
+                print_plain(f"{name:12s} {experiment(name).title} ({experiment(name).source})")
+            return
+        prepare_process()
+        torch.set_num_threads(asked.threads)
+        right.append(run(asked.names, Setting(asked.level or "full", asked.data), asked.out))
+
+    return exit_code(work) or int(not all(right))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
