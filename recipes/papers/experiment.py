@@ -175,7 +175,7 @@ class Record:
                 "machine": f"{platform.machine()}, {os.cpu_count()} cores, no GPU was used",
                 "parts": self.kept,
             }
-            write_text(self._path, json.dumps(document, indent=1) + "\n")
+            write_text(self._path, json.dumps(document, indent=1, allow_nan=False) + "\n")
             print_plain(
                 f"{self.experiment.name}: {part.name} ({len(self.kept)} of {len(self.parts)} parts), "
                 f"{clock.tick(part.cost, seconds)}"
