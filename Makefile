@@ -15,7 +15,7 @@ PYTEST_ARGS ?=
 # The directories that hold Python so far.
 SOURCES := $(foreach dir,lipformer training recipes,$(if $(wildcard $(dir)/*.py $(dir)/*/*.py),$(dir)))
 
-.PHONY: setup test test-slow lint format train bench
+.PHONY: setup test test-slow lint format train bench reproduce reproduce-full
 
 setup: $(VENV)/.setup-done
 
@@ -31,7 +31,7 @@ $(VENV)/.setup-done: pyproject.toml constraints.txt
 
 # Keeps oneDNN's bfloat16 matmuls to instruction sets below AMX (a cap: other CPUs are unaffected).
 # It must be set before torch loads, and a package must not choose it for its users.
-test test-slow train: export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
+test test-slow train reproduce reproduce-full: export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
 test: lint
 	$(PYTEST) $(PYTEST_ARGS)
@@ -55,3 +55,12 @@ train: setup
 
 bench: setup
 	$(PY) -m recipes.bench.attention
+
+# The experiments of the papers: small ones in report/papers/quick, full ones (hours) in report/papers/full. What is
+# finished is not run again. DATA is a directory with ptb/ and tinyshakespeare.txt; without it texts are the hub's.
+PAPERS := $(PY) -m recipes.papers $(if $(DATA),--data $(DATA))
+reproduce: setup
+	$(PAPERS) --quick
+
+reproduce-full: setup
+	$(PAPERS)
