@@ -28,7 +28,7 @@ def measure(variant: str, layers: int, seed: int, setting: Setting, folder: Path
     options += ["--model.config.token_shift", "true", "--data.batch_size", "16", "--model.lr", RATE]
     options += ["--model.schedule", "constant", "--model.warmup", "0"]
     options += ["--trainer.limit_val_batches", setting.pick("1", "50", "50")]
-    found = trained(folder, setting, variant, seed, setting.pick(2, 100, 600), *options)
+    found = trained(folder, setting, variant, seed, setting.pick(2, 100, 400), *options)
     return {"variant": variant, "layers": layers, **found}
 
 
