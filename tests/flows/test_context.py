@@ -94,7 +94,7 @@ def test_log_prob_is_the_change_of_variables(kind: str, tokens: bool) -> None:
 def test_densities_integrate_to_one_for_every_context(kind: str, form: str) -> None:
     dim = 2 if form == "one token of two" else 1
     flow = made(kind, dim=dim, seq_len=4, linear=None)
-    line = torch.linspace(-16.0, 16.0, 129, dtype=torch.float64)
+    line = torch.linspace(-12.0, 12.0, 61, dtype=torch.float64)
     grid = torch.cartesian_prod(line, line).view(-1, 2 // dim, dim)
     densities = []
     for c in (contexts(3), contexts(3, size=3.0), contexts(1, 5, 3)):
@@ -133,7 +133,7 @@ def test_no_context_breaks_the_constant_in_x(kind: str) -> None:
         if isinstance(block, InvertibleResidual) and block.mode == "norm":
             norm = block.norm_in_use()
             fn = functools.partial(block.branch, context=code)
-            found = lf.attack_lipschitz(fn, events(1), norm=norm, steps=4, restarts=1)
+            found = lf.attack_lipschitz(fn, events(1), norm=norm, steps=2, restarts=1)
             assert found.value <= lf.certify(block.branch, norm=norm).bound * (1 + 1e-9) < 1.0
     jacobian = dense_jacobian(lambda x: flow(x, context=contexts(3)), events(1))
     assert torch.linalg.matrix_norm(jacobian, 2).item() <= lf.certify(flow, seq_len=4).bound
@@ -275,7 +275,7 @@ def test_a_stack_gives_the_context_to_the_blocks_that_take_it() -> None:
     assert bool((estimate_inverse_gain(blocks, x, context=c, steps=3) <= 25.0).all())
 
 
-FORMS = [((3,), 1), ((1, 3), 1), ((5, 3), 5), ((1, 7, 3), 1), ((5, 7, 3), 5)]
+FORMS = [((3,), 1), ((5, 3), 5), ((1, 7, 3), 1)]
 
 
 @pytest.mark.parametrize(("shape", "many"), FORMS)
@@ -325,12 +325,12 @@ def test_context_tokens_may_be_padded() -> None:
 def test_a_flow_learns_what_the_context_says() -> None:
     """Two contexts, two modes."""
     torch.manual_seed(0)
-    c = torch.randint(0, 2, (256, 1)).float() * 2.0 - 1.0
-    x = 2.0 * c[:, None] + 0.3 * torch.randn(256, 1, 2)
+    c = torch.randint(0, 2, (128, 1)).float() * 2.0 - 1.0
+    x = 2.0 * c[:, None] + 0.3 * torch.randn(128, 1, 2)
     flow = AttentionFlow(2, depth=1, num_heads=1, width=4, hidden=8, seq_len=1, context_dim=1)
     optimiser = torch.optim.Adam(flow.parameters(), lr=0.05)
     losses = []
-    for _ in range(40):
+    for _ in range(30):
         loss = -flow.log_prob(x, context=c, method="exact").mean()
         optimiser.zero_grad()
         loss.backward()

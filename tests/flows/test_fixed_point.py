@@ -58,7 +58,7 @@ def solve(a: Tensor, y: Tensor, rate: float, **options: object) -> tuple[Tensor,
 @pytest.mark.parametrize(("kind", "most"), [("positive", 12), ("symmetric", 40)])
 def test_counts_of_acceleration(kind: str, most: int, n: int) -> None:
     """Issue 3: coeff 0.9 and tol 1e-6. Plain iteration needs more than a hundred."""
-    for seed in range(4):
+    for seed in range(2):
         a, y = matrix(kind, 0.9, n, seed), right_hand_side(n, seed)
         assert solve(a, y, 0.9, accelerate=True)[1].iterations <= most
         # By default it is looked for once steps prove to be slow.
@@ -70,7 +70,7 @@ def test_counts_of_acceleration(kind: str, most: int, n: int) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_never_more_than_plain_iteration_and_five(kind: str, dtype: torch.dtype) -> None:
     for n in (8, 64, 256):
-        for seed in range(2 if n < 256 else 1):
+        for seed in range(2 if n == 8 else 1):
             a, y = matrix(kind, 0.9, n, seed).to(dtype), right_hand_side(n, seed, dtype=dtype)
             plain = solve(a, y, 0.9, accelerate=False)[1].evaluations
             for flag in (None, True):
@@ -141,6 +141,23 @@ def test_a_tolerance_below_the_precision_gives_the_limit_of_precision(
         assert bool((error <= record.error_bound).all())
         assert bool((error <= 40 * torch.finfo(dtype).eps * size).all()), kind
         assert bool((record.error_bound <= 2000 * torch.finfo(dtype).eps * size).all()), kind
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_last_step_in_float64_takes_the_rounding_out(kind: str) -> None:
+    a, y = matrix(kind, 0.2, 24, 0).float(), right_hand_side(24, 0, dtype=torch.float32)
+    exact = torch.linalg.solve(torch.eye(24, dtype=F64) + a.double(), y.double().mT).mT
+    for bias in (0.0, 100.0):  # which cancels, but for its rounding
+
+        def branch(x: Tensor, index: Tensor, bias: float = bias) -> Tensor:
+            return x @ a.T + bias - bias
+
+        x, record = solve_fixed_point(branch, y, rate=0.9, measure=l2_size)
+        error = l2_size(x.double() - exact)
+        assert bool((error <= record.error_bound).all())
+        assert bool((error <= 2.0 * record.tolerance).all()), "rounded steps end at 4 to 7 times it"
+        share = (record.error_bound / record.tolerance).max()
+        assert bias or share <= 1.5, "rounded steps promise twice the tolerance"
 
 
 @pytest.mark.parametrize("accelerate", [True, False, None])

@@ -59,17 +59,14 @@ def test_natural_shapes(host: str, name: str, dtype: torch.dtype) -> None:
     density = HOSTS[host](flow, event, **options)
     x = 1.0 + torch.randn(6, *event)
     optimiser = torch.optim.Adam(flow.parameters(), lr=0.1)
-    for _ in range(2):
-        loss = -density.log_prob(x).mean()
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
+    (-density.log_prob(x).mean()).backward()
+    optimiser.step()
     flow.eval()
     expected = flow.log_prob(as_tokens(x, options)).detach()
     tolerance: dict[str, Any] = {"rtol": 0, "atol": 1e-5}
     # Normflows adds in float32.
     tolerance["check_dtype"] = host != "Normflows"
-    with torch.no_grad():
+    with torch.no_grad(), lf.frozen(flow):
         found = density.log_prob(x)
         assert torch.equal(found, density.log_prob(x))
         torch.testing.assert_close(found, expected, **tolerance)
@@ -78,7 +75,7 @@ def test_natural_shapes(host: str, name: str, dtype: torch.dtype) -> None:
         if host in ("Normflows", "Nflows"):  # torch's Independent takes no empty batch
             assert density.log_prob(x[:0]).shape == (0,)
         to_noise(host, density.adapted, x[:0])
-    with torch.inference_mode():
+    with torch.inference_mode(), lf.frozen(flow):
         torch.testing.assert_close(density.log_prob(x), expected, **tolerance)
         drawn = density.sample(1)
         assert (drawn.shape, drawn.dtype) == ((1, *event), dtype)
@@ -201,7 +198,7 @@ def test_eval_mode_through_the_host(host: str, monkeypatch: pytest.MonkeyPatch) 
     """A host's module switches the block; where there is none, in torch, the block itself is asked."""
     monkeypatch.setattr(methods, "EXACT_LIMIT", 1)  # a series, whose probes would be random
     branch = lf.L2MultiheadAttention(4, 2, batch_first=True)
-    block = InvertibleResidual(branch, 0.5, seq_len=5)
+    block = InvertibleResidual(branch, 0.2, seq_len=5)
     density, x = HOSTS[host](block), torch.randn(4, 5, 4)
     network = getattr(density, "network", density.adapted)
     switch = network if isinstance(network, torch.nn.Module) else block

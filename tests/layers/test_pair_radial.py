@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import lipformer as lf
 from lipformer.layers import PairRadial
 from lipformer.layers.pair_radial import radial_profile
-from tests.layers.battery import CertifiedLayer
+from tests.layers.battery import CertifiedLayer, slow_compile
 from tests.oracles import dense_jacobian
 
 PADDED = torch.tensor([[False, False, True, False, True]])
@@ -24,6 +24,8 @@ class TestPairRadial(CertifiedLayer):
 
     def make(self) -> nn.Module:
         return PairRadial(6, 3.0)
+
+    test_compile = slow_compile
 
     def call(self, module: nn.Module, x: Tensor, variant: str = "plain") -> Tensor:
         return module(x) if variant == "plain" else module(x, PADDED.expand(len(x), -1))

@@ -77,7 +77,7 @@ def test_the_chain_has_the_energy_of_the_density() -> None:
     assert chain.rhat < 1.05
     energy = DW4.energy(chain.x).mean().item()
     generator = torch.Generator().manual_seed(0)
-    noise = mean_free(torch.randn(400_000, 4, 2, generator=generator, dtype=torch.float64))
+    noise = mean_free(torch.randn(100_000, 4, 2, generator=generator, dtype=torch.float64))
     energies = DW4.energy(2.1 * noise)
     log_prob = -0.5 * noise.square().sum((1, 2)) - 3 * math.log(2 * math.pi) - 6 * math.log(2.1)
     log_weights = -energies - log_prob
@@ -101,6 +101,7 @@ def test_chains_that_disagree_are_an_error(tmp_path: Path, monkeypatch: pytest.M
 def test_samples_are_kept_and_held_out_ones_are_of_other_chains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(data, "markov_chain", lambda *_, **__: drawn())
     first = data.samples(DW4, 50, 0, tmp_path, **CHAINS)
     monkeypatch.setattr(data, "markov_chain", None)
     again = data.samples(DW4, 50, 1, tmp_path, **CHAINS)
@@ -118,7 +119,7 @@ def test_models_are_densities_in_the_mean_free_subspace(name: str) -> None:
     system = System("two", 2, 2, DW4.pair, 0.0, (1.0,), 0.0)
     models = pytest.importorskip("recipes.flows.particles.models")
     models.DEPTH["two"] = (1, 2)
-    noise = mean_free(torch.randn(20_000, 2, 2))
+    noise = mean_free(torch.randn(5_000, 2, 2))
     log_prob = -0.5 * noise.square().sum((1, 2)) - math.log(2 * math.pi)
     x, log_prob = 1.5 * noise, log_prob - 2 * math.log(1.5)
     model = build(name, system, x[:1000] * 0.8).eval()
@@ -144,9 +145,10 @@ def test_a_run_in_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(data, "CHAINS", CHAINS)
-    arguments = ["--samples=500", "--batch=64", "--draws=20", "--seconds=0.6", "--models", "pairs"]
+    monkeypatch.setattr(data, "markov_chain", lambda *_, **__: drawn())
+    arguments = ["--samples=500", "--batch=64", "--draws=20", "--seconds=0.4", "--models", "pairs"]
     arguments = [f"--data={tmp_path}/data", f"--out={tmp_path}/out", *arguments]
-    assert main([*arguments[:2], "--stop=0.3", *arguments[2:]]) == 0
+    assert main([*arguments[:2], "--stop=0.1", *arguments[2:]]) == 0
     assert "give the same command to go on" in capsys.readouterr().out
     assert not (tmp_path / "out" / "report.md").exists()
     before = torch.load(tmp_path / "out" / "pairs.pt", weights_only=True)["updates"]

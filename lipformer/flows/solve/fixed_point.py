@@ -17,8 +17,9 @@ from torch import Tensor
 
 from lipformer.flows.solve.anderson import History
 from lipformer.flows.solve.norms import Measure
-from lipformer.flows.solve.rounding import rounding_of
+from lipformer.flows.solve.rounding import evaluate_widely, rounding_of
 from lipformer.functional.rounding import enlarge
+from lipformer.functional.wide import DISTURBANCE
 
 # Anderson's method with a long memory is looked for where steps at their present pace would need so many
 # more evaluations: it launches three times the kernels of a small branch.
@@ -36,6 +37,8 @@ PATIENCE = 6
 # Rounding of one evaluation of x + f(x) - y, in units of eps times the size of its terms: a model that
 # tells when a residual cannot be expected to fall. What is promised is measured.
 ROUNDING = 4.0
+# Rounding of an evaluation in float64, in units of that in a narrower dtype: float32 has 2^-29.
+WIDE_ROUNDING = 2.0**-16
 
 Branch = Callable[[Tensor, Tensor], Tensor]
 
@@ -46,7 +49,7 @@ class Record:
 
     Attributes:
         evaluations: evaluations of the branch for each sample (B,).
-            One more, in float64, tells their rounding.
+            One more, in float64, tells their rounding; where y is not float64 it is the last step too.
         residual: size of x + f(x) - y at the last evaluation (B,), in the norm of the rate.
         error_bound: promised bound of the error of x (B,), in that norm, against the solution for f
             in exact arithmetic; rounding inside f is measured (:func:`rounding_of`). Infinite where f
@@ -137,6 +140,7 @@ def solve_fixed_point(
     :math:`\frac{c}{1-c}\,\|x + f(x) - y\|` (docs/theory, section 5), whatever x is; the solve stops
     when that is at most ``tol`` times max(1, max|y|). A tolerance below the precision of y is no
     error: the solve then goes to the limit of precision, and ``error_bound`` says where that is.
+    Where y is not float64 a promise takes a last step in float64, whose rounding does not count.
 
     Args:
         branch: f, called with points (b, *) and the indices (b,) of their samples.
@@ -164,6 +168,7 @@ def solve_fixed_point(
     enough = tolerance * ((1.0 - rate) / rate)
     kind = _Accelerated if accelerate else _Samples
     steps: _Samples = kind(branch, y, measure, rate, enough, accelerate)
+    steps.wide_end = wide_end = promise and torch.finfo(y.dtype).eps > DISTURBANCE
     point, solution, counts = steps.run(max_iter)
     left = steps.given_up.to(y.device)
     spared = max_iter - int(counts[left].max()) if len(left) else 0
@@ -171,19 +176,34 @@ def solve_fixed_point(
         steps = _Accelerated(
             lambda x, index: branch(x, left[index]), y[left], measure, rate, enough[left], True
         )
-        steps.x = solution[left]
+        steps.wide_end, steps.x = wide_end, solution[left]
         results = steps.run(spared)
         point, solution = (
             t.index_copy(0, left, u) for t, u in ((point, results[0]), (solution, results[1]))
         )
         counts = counts.index_add(0, left, results[2])
     residual = measure(solution.double() - point.double())
-    noise = torch.full_like(residual, torch.inf)
-    if promise:
+    rounded, noise = torch.zeros_like(residual), torch.full_like(residual, torch.inf)
+
+    def whole(x: Tensor) -> Tensor:
+        return branch(x, torch.arange(y.shape[0], device=y.device))
+
+    if wide_end:
+        value = evaluate_widely(whole, solution)
+        if value is not None:
+            last, before, image = solution.double(), residual, y.double() - value
+            finite = torch.isfinite(image)
+            residual = measure(torch.where(finite, image - last, torch.inf))
+            image = torch.where(finite, image, last)
+            solution = image.to(y.dtype)
+            rounded = measure(solution.double() - image)
+            # The step before was off by at most the residuals at its two ends together.
+            noise = WIDE_ROUNDING * (before + residual)
+            noise = noise + 2.0**-51 * measure(y.double().abs() + image.abs())
+    elif promise:
         tokens = y.shape[1] if y.ndim > 2 else 1
-        everyone = torch.arange(y.shape[0], device=y.device)
-        noise = measure(rounding_of(lambda x: branch(x, everyone), y, point, solution, tokens))
-    error = enlarge((rate * residual + noise) / (1.0 - rate), y[:1].numel())
+        noise = measure(rounding_of(whole, y, point, solution, tokens))
+    error = enlarge((rate * residual + noise) / (1.0 - rate) + rounded, y[:1].numel())
     record = Record(counts, residual, error, not len(steps.given_up), tolerance)
     if not record.converged:
         raise NotConverged(record, max_iter)
@@ -347,7 +367,21 @@ class Steps:
 
 
 class _Samples(Steps):
-    """Steps of whole samples, which are given up where they are slow if Anderson's method may follow."""
+    """Steps of whole samples, which are given up where they are slow if Anderson's method may follow.
+
+    Attributes:
+        wide_end: a last step in float64 follows.
+    """
+
+    wide_end = False
+
+    def solved(self) -> Tensor:
+        found = super().solved()
+        if not self.wide_end:
+            return found
+        # At this pace the residual of the last step is rounding alone.
+        pace = torch.where(torch.isinf(self.last), 1.0, self.size / self.last)
+        return found | ((self.size <= self.floor) & (self.size * pace <= 0.25 * self.floor))
 
     def hopeless(self) -> Tensor:
         if bool(torch.isinf(self.best).any()):

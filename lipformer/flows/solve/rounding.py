@@ -1,4 +1,4 @@
-"""How far a branch is off by rounding, told by a second evaluation with every operand disturbed."""
+"""How far a branch is off by rounding, told by a second evaluation in float64."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ from lipformer.functional.wide import DISTURBANCE, Noise, Wide, plain
 
 @torch.no_grad()
 def evaluate_widely(branch: Callable[[Tensor], Tensor], x: Tensor) -> Tensor | None:
-    """The branch at x in float64, disturbed; None where it cannot be evaluated so.
+    """The branch at x in float64; None where it cannot be evaluated so.
+
+    For x in float64 every operand is disturbed: else nothing would differ.
 
     Args:
-        branch: f, of torch's operations; it was evaluated at x before.
+        branch: f, of torch's operations; it ran in the dtype of x before.
         x: points, in any floating-point dtype.
 
     Returns:
         f(x) in float64, up to its rounding and the disturbances.
     """
     try:
-        out = branch(Wide.of(x.detach().double(), x.dtype, Noise(x.device)))
+        noise = None if torch.finfo(x.dtype).eps > DISTURBANCE else Noise(x.device)
+        out = branch(Wide.of(x.detach().double(), x.dtype, noise))
     except (TypeError, RuntimeError):
         # It ran in its own precision, so that what fails is the second one: there is no promise then.
         return None
