@@ -40,7 +40,7 @@ def attention_branch(
     positions: str | None,
     key_radius: float | None,
     context_dim: int | None,
-    past_bias: bool,
+    past_bias: bool = False,
 ) -> nn.Module:
     """Attention of tokens (B, T, D), if ``width`` is given on that many smooth features of them.
 
