@@ -17,7 +17,14 @@ from lipformer.flows.equivariant import equivariant_blocks
 from lipformer.flows.invertible_residual import InvertibleResidual
 from lipformer.flows.linear import InvertibleLinear, Permutation
 from lipformer.flows.mean_free import MeanFreeNormal
-from lipformer.layers import ContextBias, L2MultiheadAttention, LipSwish, SpectralLinear
+from lipformer.layers import (
+    ContextBias,
+    L2MultiheadAttention,
+    LipSwish,
+    PastBias,
+    SpectralLinear,
+    TokenShift,
+)
 from lipformer.saving.saved_model import SavedModel
 
 LINEAR = {"plu": InvertibleLinear, "permutation": Permutation}
@@ -33,10 +40,13 @@ def attention_branch(
     positions: str | None,
     key_radius: float | None,
     context_dim: int | None,
+    past_bias: bool = False,
 ) -> nn.Module:
     """Attention of tokens (B, T, D), if ``width`` is given on that many smooth features of them.
 
     These depend on the context as well. Attention alone does not: it does not see a common translation.
+    With ``past_bias`` the attention is inside the features: it sees earlier tokens only, two neighbours
+    in each key, and what it finds, through one more layer, is added to W x before the activation.
     """
     attention = L2MultiheadAttention(
         width or dim,
@@ -44,20 +54,26 @@ def attention_branch(
         batch_first=True,
         causal=causal,
         positions=positions,
-        proj_coeff=1.0,
+        proj_coeff=None if past_bias else 1.0,
         key_radius=key_radius,
         smooth_radius=key_radius is not None,
     )
     if width is None:
         return attention
+    if past_bias:
+        found = [TokenShift(width), attention, LipSwish(), nn.Linear(width, width)]
+        past = PastBias(width, nn.Sequential(LipSwish(), *found))
+        return nn.Sequential(*smooth_features(dim, width, context_dim, past), SpectralLinear(width, dim))
     features = smooth_features(dim, width, context_dim)
     return nn.Sequential(*features, attention, SpectralLinear(width, dim))
 
 
-def smooth_features(dim: int, width: int, context_dim: int | None) -> list[nn.Module]:
+def smooth_features(
+    dim: int, width: int, context_dim: int | None, *biases: nn.Module
+) -> list[nn.Module]:
     """LipSwish(W x + w), or LipSwish(W x + w + U c) with a context c: smooth, so that densities are."""
-    bias = [] if context_dim is None else [ContextBias(width, context_dim)]
-    return [SpectralLinear(dim, width), *bias, LipSwish()]
+    context = [] if context_dim is None else [ContextBias(width, context_dim)]
+    return [SpectralLinear(dim, width), *context, *biases, LipSwish()]
 
 
 def feed_forward_branch(dim: int, hidden: Sequence[int], context_dim: int | None) -> nn.Sequential:
@@ -76,7 +92,7 @@ def normalising(dim: int, context_dim: int | None) -> list[nn.Module]:
 def _any(config: Mapping[str, Any], options: dict[str, Any], context_dim: int | None) -> list[nn.Module]:
     """The blocks of a flow that need not be equivariant."""
     dim, coeff = config["dim"], config["coeff"]
-    names = ("width", "causal", "positions", "key_radius")
+    names = ("width", "causal", "positions", "key_radius", "past_bias")
     blocks: list[nn.Module] = []
     for _ in range(config["depth"]):
         blocks += normalising(dim, context_dim)
@@ -144,6 +160,9 @@ class AttentionFlow(SavedModel, Flow):
         positions: None, "alibi" or "rotary"; "auto" is "alibi" with a mask, else None.
         key_radius: initial radius of the balls that bound each head's keys, smoothly (Theorem F): the
             attention is then divided by less. None: no balls.
+        past_bias: mode "causal" with a width: the attention sees the earlier tokens only and is added to
+            the features of each, see :class:`lipformer.layers.PastBias`. It then needs no bound and is
+            not divided, and chooses how the block stretches a token: the stronger form for series.
         seq_len: the largest T; needed unless positions are "alibi".
         log_det: method of the attention's log-determinants; None for "auto", see
             :class:`InvertibleResidual`. The feed-forward's are always exact, by derivatives of single
@@ -186,6 +205,7 @@ class AttentionFlow(SavedModel, Flow):
         causal: bool | None = None,
         positions: str | None = "auto",
         key_radius: float | None = None,
+        past_bias: bool = False,
         seq_len: int | None = None,
         log_det: str | None = None,
         linear: str | None = None,
@@ -202,6 +222,11 @@ class AttentionFlow(SavedModel, Flow):
             raise ValueError(
                 f"the attention works on {'dim' if width is None else 'width'}={width or dim} features, "
                 f"which num_heads={num_heads} does not divide: give {advice} another num_heads"
+            )
+        if past_bias and (mode != "causal" or causal is False or width is None):
+            raise ValueError(
+                "past_bias=True needs mode='causal', with its mask, and a width, got "
+                f"mode={mode!r}, causal={causal}, width={width}"
             )
         causal = mode == "causal" if causal is None else causal
         if positions == "auto":

@@ -16,6 +16,7 @@ from lipformer.layers.freezing import frozen
 from lipformer.layers.layer import Layer, bake, register_bake
 from lipformer.layers.own_token import register_own_token
 from lipformer.layers.pair_radial import PairRadial
+from lipformer.layers.past_bias import PastBias
 from lipformer.layers.residual import ConvexResidual, Residual
 from lipformer.layers.spectral import SpectralBound, SpectralLinear, spectral_bound
 from lipformer.layers.token_mean import SubtractMean, TokenMean
@@ -40,6 +41,7 @@ __all__ = [
     "MaxMin",
     "NullKeyAttention",
     "PairRadial",
+    "PastBias",
     "Residual",
     "SpectralBound",
     "SpectralLinear",

@@ -18,7 +18,15 @@ from recipes.series.module import SeriesModule
 from recipes.series.report import Report
 
 TRAINER = {"max_epochs": 1000, "max_steps": 800, "val_check_interval": 100}
-MODEL = {"depth": 4, "num_heads": 2, "width": 16, "hidden": [32, 32]}
+MODEL = {
+    "depth": 4,
+    "num_heads": 2,
+    "width": 32,
+    "feed_forwards": 0,
+    "coeff": 0.97,
+    "past_bias": True,
+    "lr": 0.01,
+}
 
 
 class SeriesCLI(RecipeCLI):

@@ -24,6 +24,7 @@ KINDS = {
     "sequence": (2, SEQUENCE),
     "sequence, norm": (2, {**SET, "causal": True, "positions": "rotary"}),
     "no width, alibi": (4, WIDE),
+    "past": (2, {**SEQUENCE, "past_bias": True}),
 }
 
 
@@ -306,6 +307,8 @@ def test_what_stands_in_padding_reaches_no_gradient(
     [
         (lambda: AttentionFlow(2, **{**SET, "coeff": 1.0}), "coeff"),
         (lambda: AttentionFlow(2, num_heads=4, seq_len=3), "dim=2 features, which num_heads=4"),
+        (lambda: AttentionFlow(2, num_heads=2, width=4, past_bias=True), "needs mode='causal'.*'norm'"),
+        (lambda: AttentionFlow(2, num_heads=2, mode="causal", past_bias=True), "and a width, got.*None"),
         (lambda: made("set").float()(torch.zeros(1, 9, 2)), "seq_len=6, got 9 tokens"),
         (lambda: made("set").float().log_prob(events("set")), "float32, got torch.float64"),
         (lambda: made("no width, alibi").sample(3), "sample needs seq_len"),

@@ -16,6 +16,7 @@ from tests.layers.battery import scrambled
 F64 = torch.float64
 OPTIONS: dict[str, dict[str, Any]] = {
     "causal": {"mode": "causal", "depth": 2},
+    "past": {"mode": "causal", "past_bias": True},
     "norm": {"causal": True},
     "linear": {"mode": "causal", "linear": "plu", "feed_forwards": 2},
     "rotary": {"mode": "causal", "positions": "rotary", "seq_len": 12},

@@ -187,6 +187,7 @@ FLOWS_OF = [
     flow(),
     flow(mode="causal", seq_len=None, coeff=0.8),
     flow(causal=True, positions="rotary"),
+    flow(mode="causal", width=8, past_bias=True),
     flow(key_radius=1.0),
     flow(width=4, linear="plu", feed_forwards=2),
     flow(mode="causal", linear="permutation", base=Normal(0.0, 2.0, validate_args=False)),

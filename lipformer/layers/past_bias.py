@@ -1,0 +1,73 @@
+"""A shift of every token by what the earlier ones say."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from lipformer.certificate import Ask, Bound, register_bound, weighted_sum
+from lipformer.layers.branch import Call, call_branch, one_layout
+from lipformer.layers.decoding import Cache, register_step, step_module
+from lipformer.layers.layer import Layer
+from lipformer.layers.own_token import register_own_token, unknown_parts
+from lipformer.layers.residual import same_shape
+from lipformer.layers.token_shift import TokenShift
+
+
+class PastBias(Layer):
+    r""":math:`y_i = x_i + g(x_1, \dots, x_{i-1})`: a bias of the features that depends on the past.
+
+    g is a causal module that sees the tokens one place later, a token of zeros first. For any fixed past
+    a token is translated, so that its effect on itself is the identity, of constant 1, and in a block of
+    mode "causal" g needs no bound (docs/theory, section 5). In other norms the constant is 1 + Lip(g).
+    It belongs before a nonlinearity, like :class:`ContextBias`: there the past chooses how the block
+    stretches the token, and not only where it puts it.
+
+    Args:
+        dim: D, the number of features of a token.
+        past: g, causal all the way down, which keeps the shape of its input (B, T, D).
+
+    Example:
+        >>> import torch
+        >>> import lipformer as lf
+        >>> shifted = nn.Sequential(lf.SpectralLinear(2, 8), PastBias(8, nn.Linear(8, 8)))
+        >>> branch = nn.Sequential(shifted, lf.LipSwish(), lf.SpectralLinear(8, 2))
+        >>> block = lf.InvertibleResidual(branch, coeff=0.5, mode="causal")
+        >>> x = torch.randn(2, 5, 2)
+        >>> bool((block.inverse(block(x)) - x).abs().max() < 1e-4)
+        True
+        >>> lf.certify(block.branch, norm="self").bound
+        0.5
+    """
+
+    def __init__(self, dim: int, past: nn.Module) -> None:
+        super().__init__()
+        self.past = one_layout(nn.Sequential(TokenShift(dim, dim), past))
+
+    def forward(
+        self, x: Tensor, key_padding_mask: Tensor | None = None, context: Tensor | None = None
+    ) -> Tensor:
+        """(B, T, D) -> (B, T, D); mask and context are passed on to the past."""
+        return x + same_shape(x, call_branch(self.past, x, key_padding_mask, None, context))
+
+
+@register_bound(PastBias)
+def _(module: PastBias, ask: Ask) -> Bound:
+    if ask.norm != "self":
+        return weighted_sum((1.0, 1.0), (None, ask.child(module.past, "past")), "1 + L of the past")
+    for path, part in unknown_parts(module.past, "past"):
+        # A part that sees later tokens would see the token itself, moved one on.
+        raise ask.refuse(
+            f"its {path} ({type(part).__name__}) is not known to be causal", "causal parts, causal=True"
+        )
+    return Bound(1.0, "translation by the past")
+
+
+@register_step(PastBias)
+def _(module: PastBias, x: Tensor, cache: Cache, call: Call) -> tuple[Tensor, Cache]:
+    out, cache = step_module(module.past, x, cache, *call.inside())
+    return x + same_shape(x, out), cache
+
+
+@register_own_token(PastBias, parts=lambda module: {"past": module.past})
+def _(module: PastBias, x: Tensor, tangents: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    return call_branch(module, x, *call.inside()), tangents
