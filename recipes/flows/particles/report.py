@@ -54,6 +54,7 @@ def score(
         "model": name,
         "parameters": count(model),
         "updates": int(spent["updates"]),
+        "weights of update": int(spent["chosen"]),
         "CPU seconds": round(spent["seconds"]),
         "nats": nats.mean().item(),
         "standard error": nats.std().item() / math.sqrt(len(nats)),
