@@ -24,7 +24,7 @@ from recipes.flows.particles.report import score, write
 from recipes.flows.particles.systems import SYSTEMS
 from recipes.output import parser, usable_directory
 
-LR = {**dict.fromkeys(FLOWS, 1e-2), "free": 5e-3, **dict.fromkeys(BASELINES, 3e-3)}
+LR = {**dict.fromkeys(FLOWS, 1e-2), "free": 5e-3, "realnvp": 3e-3, "nsf": 1e-2}
 
 
 def run(arguments: list[str]) -> None:
