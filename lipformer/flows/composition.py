@@ -444,7 +444,7 @@ class Flow(Layer):
             n: how many.
             seq_len: tokens of each; default the flow's own ``seq_len``.
             key_padding_mask: (n, seq_len), True at tokens to leave out: they are zero, and the others
-                are drawn as samples of their number.
+                are drawn as samples of their number. Not for a base of whole events (T, D).
             context: of n samples (n, C) or (n, S, C), one for each; of one for all (C,), (1, C) or
                 (1, S, C).
             generator: of the noise.
@@ -455,6 +455,9 @@ class Flow(Layer):
         for name, number in (("seq_len", tokens), ("dim", self.dim)):
             if number is None:
                 raise ValueError(f"sample needs {name}: the flow was built without one")
+        event = getattr(self.base, "event_shape", ())
+        if key_padding_mask is not None and len(event) == 2:
+            raise _no_padding(self.base, tuple(event))
         noise = self._base_sample((n, cast(int, tokens), cast(int, self.dim)), generator)
         padded = padding(key_padding_mask, noise)
         x = self.inverse(noise, key_padding_mask, context, tol=tol, max_iter=max_iter)
@@ -546,10 +549,7 @@ class Flow(Layer):
             )
         if padded is not None:
             if parts.ndim == 1:
-                raise ValueError(
-                    "with padding the base must be a distribution of numbers or tokens, got one of "
-                    f"events {tuple(noise.shape[1:])}"
-                )
+                raise _no_padding(self.base, tuple(noise.shape[1:]))
             mask = padded if parts.ndim == 2 else padded.unsqueeze(-1)
             parts = torch.where(mask, 0.0, parts)
         return parts.flatten(1).sum(-1) if parts.ndim > 1 else parts
@@ -575,6 +575,14 @@ class Flow(Layer):
 def _shape(base: Any) -> tuple[int, ...]:
     """What one draw of a base looks like: () a number, (D,) a token, (T, D) an event."""
     return (*getattr(base, "batch_shape", ()), *getattr(base, "event_shape", ()))
+
+
+def _no_padding(base: Any, event: tuple[int, ...]) -> ValueError:
+    """For a base of whole events: a part of its noise has no density of its own."""
+    return ValueError(
+        "with padding the base must be a distribution of numbers or tokens, got one of events "
+        f"{event}: {base}"
+    )
 
 
 @register_bound(Flow)

@@ -38,7 +38,9 @@ class SetGaussian:
         return self.distribution.log_prob(x.flatten(1).double())
 
 
-def real_nvp(points: int, dim: int, parameters: int, layers: int = 8) -> nn.Module:
+def real_nvp(
+    points: int, dim: int, parameters: int, layers: int = 8, log_scale: float | None = None
+) -> nn.Module:
     """A RealNVP of normflows on the flattened set, of about this many parameters.
 
     Couplings of affine maps with one half of the coordinates each, ActNorm between them, and the
@@ -50,6 +52,7 @@ def real_nvp(points: int, dim: int, parameters: int, layers: int = 8) -> nn.Modu
         dim: D.
         parameters: to reach or stay just below, by the width of the networks.
         layers: number of couplings.
+        log_scale: bound c of the couplings' log-scales, as c tanh; None for none.
     """
     import normflows as nf
 
@@ -62,11 +65,15 @@ def real_nvp(points: int, dim: int, parameters: int, layers: int = 8) -> nn.Modu
         (h for h in range(1, 513) if layers * 2 * _weights(size, h) + 2 * size * layers <= parameters),
         default=1,
     )
+    bounded = {} if log_scale is None else {"output_fn": "tanh", "output_scale": log_scale}
     flows: list[nn.Module] = []
     for index in range(layers):
         mask = masks[(index // 2) % 2].float()
-        nets = [nf.nets.MLP([size, hidden, hidden, size], init_zeros=True) for _ in range(2)]
-        flows.append(nf.flows.MaskedAffineFlow(mask if index % 2 == 0 else 1.0 - mask, *nets))
+        shift, scale = (
+            nf.nets.MLP([size, hidden, hidden, size], init_zeros=True, **options)
+            for options in ({}, bounded)
+        )
+        flows.append(nf.flows.MaskedAffineFlow(mask if index % 2 == 0 else 1.0 - mask, shift, scale))
         flows.append(nf.flows.ActNorm(size))
     return nf.NormalizingFlow(nf.distributions.DiagGaussian(size, trainable=False), flows)
 

@@ -92,9 +92,23 @@ def test_what_an_equivariant_flow_does_not_take() -> None:
     for wrong in refused:
         with pytest.raises(ValueError, match=f"{next(iter(wrong))}="):
             AttentionFlow(2, **{**good, **wrong})
-    flow = AttentionFlow(2, **good)
-    with pytest.raises(ValueError, match="padding"):
-        flow.log_prob(torch.randn(2, 4, 2), torch.tensor([[False] * 4, [False] * 3 + [True]]))
+
+
+def test_fewer_particles_have_a_map_and_no_density() -> None:
+    """The noise is of all particles: its part would not have mean zero."""
+    flow = flow_of(2, 4)
+    x = torch.randn(2, 4, 2, dtype=torch.float64)
+    mask = torch.tensor([[False] * 4, [False] * 3 + [True]])
+    y, log_det = flow.forward_and_log_det(x, mask)
+    few, few_log_det = flow.forward_and_log_det(x[1:, :3])
+    torch.testing.assert_close(y[1:, :3], few)
+    torch.testing.assert_close(log_det[1:], few_log_det)
+    torch.testing.assert_close(flow(x, mask), y)
+    torch.testing.assert_close(flow.inverse(y, mask), x, rtol=0, atol=1e-5)
+    with pytest.raises(ValueError, match=r"padding.*events \(4, 2\)"):
+        flow.log_prob(x, mask)
+    with pytest.raises(ValueError, match=r"padding.*events \(4, 2\)"):
+        flow.sample(2, key_padding_mask=mask)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

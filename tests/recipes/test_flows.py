@@ -15,6 +15,7 @@ from lipformer.flows import AttentionFlow
 from recipes.flows.__main__ import main
 from recipes.flows.baselines import SetGaussian, real_nvp, train_real_nvp
 from recipes.flows.data import SHAPES, PointSets, digit_images, digit_points, moved
+from recipes.flows.examples import main as examples
 from recipes.flows.module import FlowModule, optimiser
 from recipes.flows.pictures import inversion_errors, next_point_density
 from recipes.flows.report import Report, Row, table, training_sets
@@ -279,3 +280,9 @@ def test_the_module_judges_with_exact_log_dets() -> None:
 def test_the_table() -> None:
     row = Row.of("flow", torch.tensor([-10.0, -14.0]), 4, 99, 0, 1.0)
     assert "| flow | 99 | - | 1 | 3.000 ± 0.500 | 12.00 |" in table([row], 4)
+
+
+def test_the_pictures_of_the_docs(tmp_path: Path) -> None:
+    assert examples([f"--out={tmp_path}", "--updates", "1", "1"]) == 0
+    for name in ("context", "continuation"):
+        assert (tmp_path / f"{name}.png").stat().st_size > 5_000

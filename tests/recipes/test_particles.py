@@ -13,6 +13,9 @@ from torch import Tensor
 
 from recipes.flows.particles import data
 from recipes.flows.particles.__main__ import main
+from recipes.flows.particles.entropy import gauss_legendre, harmonic_log_z, integrate
+from recipes.flows.particles.entropy import main as entropy
+from recipes.flows.particles.fit import fit
 from recipes.flows.particles.models import BASELINES, FLOWS, basis, build
 from recipes.flows.particles.report import effective_share
 from recipes.flows.particles.systems import (
@@ -108,7 +111,7 @@ def test_samples_are_kept_and_held_out_ones_are_of_other_chains(
     assert torch.equal(first.held_out, again.held_out)
     assert torch.equal(first.held_out, drawn().x[:10].flatten(0, 1).float())
     assert not torch.equal(first.train, again.train)
-    with pytest.raises(BadInput, match="from 1 to the 2000"):
+    with pytest.raises(BadInput, match="from 5 to the 2000"):
         data.samples(DW4, 2001, 0, tmp_path, **CHAINS)
 
 
@@ -134,6 +137,69 @@ def test_the_basis_is_orthonormal() -> None:
     columns = basis(13)
     torch.testing.assert_close(columns.T @ columns, torch.eye(12), rtol=0, atol=1e-5)
     assert columns.sum(0).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("trap", [0.0, 1.0])
+def test_the_entropy_of_particles_on_springs(trap: float) -> None:
+    """Springs between all pairs are one harmonic well: sum_{i<j} d^2 = N sum_i |x_i - mean|^2."""
+    springs = System("springs", 3, 2, lambda squared: 0.3 * squared, trap, (0.7, 2.0), 0.0)
+    found = integrate(springs, 6, chains=100, draws=10, burn=30, thin=5, seed=0)
+    expected = {"log Z": harmonic_log_z(4, trap + 1.8), "mean energy": 2.0}
+    expected["entropy"] = sum(expected.values())
+    for name, (value, error) in found.items():
+        assert 0.0 < error < 0.2
+        assert value == pytest.approx(expected[name], abs=4.0 * error)
+
+
+def test_quadrature_of_a_polynomial() -> None:
+    nodes, weights = gauss_legendre(3)
+    assert (weights * nodes**5).sum().item() == pytest.approx(1 / 6)
+
+
+def test_the_command_of_the_entropy(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--points=2", "--chains=4", "--draws=4", "--burn=2"]
+    assert entropy(["--system=dw4", "--pairs=0", "--trap=1", *small]) == 0
+    table = capsys.readouterr().out
+    assert "5.514" in table  # log Z of the well alone: 3 log 2 pi, whatever the chains do
+
+
+class Forgetful(torch.nn.Module):
+    """Worse with every update: log p is -t, for a t that counts them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.register_buffer("t", torch.zeros(()))
+
+    def log_prob(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.t += 1.0
+        return self.weight.expand(len(x)) - self.t
+
+
+def test_the_weights_are_those_that_do_best_on_samples_kept_back(tmp_path: Path) -> None:
+    model = Forgetful()
+    options = {
+        "seconds": 0.3,
+        "lr": 1e-9,
+        "batch": 4,
+        "turn": False,
+        "seed": 0,
+        "path": tmp_path / "x.pt",
+    }
+    spent = fit(model, torch.randn(20, 4, 2), **options)
+    assert 0 < spent["chosen"] < spent["updates"] / 4
+    assert 0.0 < model.t.item() == pytest.approx(spent["least"], rel=1e-3)
+
+
+def test_a_real_nvp_with_bounded_scales() -> None:
+    system = System("two", 2, 2, DW4.pair, 0.0, (1.0,), 0.0)
+    model = build("realnvp", system, torch.randn(50, 2, 2))
+    for weight in model.parameters():
+        torch.nn.init.constant_(weight, 50.0)
+    scales = [part.s(100.0 * torch.randn(9, 2)) for part in model.model.flows if hasattr(part, "b")]
+    assert len(scales) == 8
+    assert max(scale.abs().max().item() for scale in scales) == 2.0
 
 
 def test_effective_samples() -> None:

@@ -24,7 +24,7 @@ from recipes.flows.particles.report import score, write
 from recipes.flows.particles.systems import SYSTEMS
 from recipes.output import parser, usable_directory
 
-LR = {**dict.fromkeys(FLOWS, 1e-2), "free": 5e-3, **dict.fromkeys(BASELINES, 1e-3)}
+LR = {**dict.fromkeys(FLOWS, 1e-2), "free": 5e-3, "realnvp": 3e-3, "nsf": 1e-2}
 
 
 def run(arguments: list[str]) -> None:
@@ -39,6 +39,7 @@ def run(arguments: list[str]) -> None:
     options.add_argument(
         "--stop", type=float, default=2400.0, help="seconds of a model after which to end"
     )
+    options.add_argument("--lr", type=float, help="the largest; by default one for each model")
     options.add_argument("--batch", type=int, default=256, help="samples of an update")
     options.add_argument("--seed", type=int, default=0, help="of weights, batches and choice of samples")
     options.add_argument("--draws", type=int, default=5_000, help="of each model, to reweight")
@@ -60,7 +61,7 @@ def run(arguments: list[str]) -> None:
             model,
             data.train,
             seconds=given.seconds,
-            lr=LR[name],
+            lr=given.lr or LR[name],
             batch=given.batch,
             turn=name not in ("pairs", "attention"),
             seed=given.seed,

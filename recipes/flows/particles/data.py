@@ -62,7 +62,7 @@ def samples(system: System, count: int, choice: int, directory: Path, **options:
     drawn = draws_of(system, directory, **{**CHAINS, **options})
     cut = max(1, len(drawn.x) // 11)
     held_out, rows = drawn.x[:cut].flatten(0, 1), drawn.x[cut:].flatten(0, 1)
-    if not 1 <= count <= len(rows):
-        raise BadInput(f"samples must be from 1 to the {len(rows)} that the chains gave, got {count}")
+    if not 5 <= count <= len(rows):  # a fifth is for validation
+        raise BadInput(f"samples must be from 5 to the {len(rows)} that the chains gave, got {count}")
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(choice))
     return Samples(rows[order[:count]], held_out, drawn)

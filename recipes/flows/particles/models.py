@@ -103,10 +103,11 @@ class Coordinates(nn.Module):
 
 
 def real_nvp_coordinates(system: System, scale: float) -> Coordinates:
-    """Eight affine couplings of normflows, networks of two hidden layers."""
+    """Eight affine couplings of normflows, log-scales in (-2, 2), networks of two hidden layers."""
     size, hidden = system.freedom, 64 if system.freedom < 10 else 128
     weights = 2 * size * hidden + hidden * hidden + 2 * hidden + size
-    model: Any = real_nvp(system.particles - 1, system.dim, 8 * (2 * weights + 2 * size))
+    parameters = 8 * (2 * weights + 2 * size)
+    model: Any = real_nvp(system.particles - 1, system.dim, parameters, log_scale=2.0)
     return Coordinates(system, scale, model, model.log_prob, lambda n: model.sample(n)[0])
 
 

@@ -54,6 +54,7 @@ def score(
         "model": name,
         "parameters": count(model),
         "updates": int(spent["updates"]),
+        "weights of update": int(spent["chosen"]),
         "CPU seconds": round(spent["seconds"]),
         "nats": nats.mean().item(),
         "standard error": nats.std().item() / math.sqrt(len(nats)),
@@ -72,14 +73,16 @@ def draw(system: System, data: Samples, scores: list[Score], path: Path) -> None
     bins = torch.linspace(low - 1.0, high + 0.7 * (high - low), 60).tolist()
     figure = Figure(figsize=(3.2 * len(scores), 2.8), layout="constrained")
     for axes, result in zip(figure.subplots(1, len(scores), squeeze=False)[0], scores, strict=True):
-        options = {"bins": bins, "density": True}
+        options: dict[str, Any] = {"bins": bins, "density": True}
         axes.hist(truth.tolist(), color="0.8", label="Markov chain", **options)
         kept = result.energies.clamp(max=bins[-1]).tolist()
-        axes.hist(kept, histtype="step", label="model", **options)
+        axes.hist(kept, histtype="step", color="black", label="model", **options)
         weights = result.weights.tolist()
-        axes.hist(kept, histtype="step", linestyle=":", weights=weights, label="reweighted", **options)
+        options |= {"histtype": "step", "color": "0.4", "linestyle": "--"}
+        axes.hist(kept, weights=weights, label="reweighted", **options)
         title = f"{result.row['model']}: {result.row['nats']:.2f} nats"
-        axes.set(xlabel="energy", yticks=[], title=title)
+        axes.set(xlabel="energy, larger ones last", yticks=[], title=title)
+    figure.axes[0].set_ylabel("density")
     axes.legend(fontsize="small")
     figure.savefig(path, dpi=100)
 
