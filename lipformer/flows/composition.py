@@ -84,6 +84,7 @@ class InvertibleSequential(OnePass, nn.Sequential):
 
     Attributes:
         dim: D, if one of the blocks has a ``dim``, which all that have one share; else None.
+        context_dim: C of the contexts (B, C) that blocks take, likewise.
         log_det_record: the :class:`LogDet` of the last log-determinant, its errors added up; or None.
 
     Example:
@@ -102,7 +103,10 @@ class InvertibleSequential(OnePass, nn.Sequential):
         super().__init__(*blocks)
         for block in self:
             check_block(block)
-        self.dim = same_number("dim", (getattr(block, "dim", None) for block in self))
+        self.dim, self.context_dim = (
+            same_number(name, (getattr(block, name, None) for block in self))
+            for name in ("dim", "context_dim")
+        )
         self.refresh()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -112,12 +116,6 @@ class InvertibleSequential(OnePass, nn.Sequential):
     def record(self) -> tuple[Record | None, ...]:
         """The blocks' records of the last inverse, in their order; None where it takes no solve."""
         return tuple(getattr(block, "record", None) for block in self)
-
-    @property
-    def context_dim(self) -> int | None:
-        """C of the contexts (B, C) that blocks take, or None."""
-        dims = (getattr(block, "context_dim", None) for block in self)
-        return next((dim for dim in dims if dim is not None), None)
 
     def forward(
         self, x: Tensor, key_padding_mask: Tensor | None = None, context: Tensor | None = None
@@ -353,7 +351,7 @@ class Flow(Layer):
         self, x: Tensor, key_padding_mask: Tensor | None = None, context: Context = None
     ) -> Tensor:
         """Data to noise, (B, T, D) -> (B, T, D)."""
-        return self.blocks(self._checked(x), key_padding_mask, self._encoded(context, x))
+        return self.blocks(*self._given(x, key_padding_mask, context))
 
     def inverse(
         self,
@@ -363,8 +361,7 @@ class Flow(Layer):
         **options: Any,
     ) -> Tensor:
         """Noise to data, (B, T, D) -> (B, T, D); options of :meth:`InvertibleSequential.inverse`."""
-        given = self._checked(y), key_padding_mask, self._encoded(context, y)
-        return self.blocks.inverse(*given, **options)
+        return self.blocks.inverse(*self._given(y, key_padding_mask, context), **options)
 
     def forward_and_log_det(
         self,
@@ -374,7 +371,7 @@ class Flow(Layer):
         **options: Any,
     ) -> tuple[Tensor, Tensor]:
         """The noise (B, T, D) and log|det| (B,); options of the stack's method of this name."""
-        given = self._checked(x), key_padding_mask, self._encoded(context, x)
+        given = self._given(x, key_padding_mask, context)
         return self.blocks.forward_and_log_det(*given, **options)
 
     def inverse_and_log_det(
@@ -385,12 +382,14 @@ class Flow(Layer):
         **options: Any,
     ) -> tuple[Tensor, Tensor]:
         """The data (B, T, D) and log|det| of the inverse (B,); options of the stack's method."""
-        given = self._checked(y), key_padding_mask, self._encoded(context, y)
+        given = self._given(y, key_padding_mask, context)
         return self.blocks.inverse_and_log_det(*given, **options)
 
-    def _encoded(self, context: Context, x: Tensor) -> Tensor | None:
-        """The vectors (B, E) that the blocks get for a context of x (B, T, D)."""
-        return encode_context(context, x, self.context_dim, self.encoder)
+    def _given(
+        self, x: Tensor, mask: Tensor | None, context: Context
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """What the blocks get: x (B, T, D), checked, its mask, and vectors (B, E) for the context."""
+        return self._checked(x), mask, encode_context(context, x, self.context_dim, self.encoder)
 
     def log_prob(
         self,
@@ -414,16 +413,14 @@ class Flow(Layer):
                 :meth:`InvertibleSequential.forward_and_log_det`.
             generator: of random log-determinants.
         """
+        options: dict[str, Any] = {"context": context, "method": method, "generator": generator}
         if prefix is not None:
             if key_padding_mask is not None:
                 raise ValueError("log_prob takes a prefix or a key_padding_mask, not both")
             check_prefix(self.blocks, _shape(self.base), self.seq_len, prefix, x.shape[1])
-            options: dict[str, Any] = {"context": context, "method": method, "generator": generator}
             both = self.log_prob(torch.cat([prefix, x], 1), **options)
             return both - self.log_prob(prefix, **options)
-        noise, log_det = self.forward_and_log_det(
-            x, key_padding_mask, context, method=method, generator=generator
-        )
+        noise, log_det = self.forward_and_log_det(x, key_padding_mask, **options)
         return self._base_log_prob(noise, padding(key_padding_mask, x)) + log_det
 
     @torch.no_grad()
@@ -500,17 +497,16 @@ class Flow(Layer):
         if steps < 1 or (num_samples is not None and num_samples < 1):
             got = f"steps={steps}, num_samples={num_samples}"
             raise ValueError(f"steps and num_samples must be at least 1, got {got}")
-        check_prefix(self.blocks, _shape(self.base), self.seq_len, self._checked(prefix), steps)
+        prefix, _, vectors = self._given(prefix, None, context)
+        check_prefix(self.blocks, _shape(self.base), self.seq_len, prefix, steps)
         batch, count = len(prefix), 1 if num_samples is None else num_samples
         noise = self._base_sample((count * batch, steps, prefix.shape[-1]), generator)
         everyone = torch.arange(batch, device=prefix.device).repeat(count)
-        vectors = self._encoded(context, prefix)
         with self.blocks.one_pass(), frozen(self):
             caches = step_module(self.blocks, prefix, None, None, None, vectors)[1]
-            chosen = None if vectors is None else vectors[everyone]
-            options: dict[str, Any] = {"tol": tol, "max_iter": max_iter}
             olds = select_cache(caches, everyone)
-            x, _ = InvertibleSequential.inverse_step(self.blocks, noise, olds, None, chosen, **options)
+            chosen = None if vectors is None else vectors[everyone]
+            x, _ = self.blocks.inverse_step(noise, olds, None, chosen, tol=tol, max_iter=max_iter)
         return x if num_samples is None else x.unflatten(0, (count, batch))
 
     def extra_repr(self) -> str:

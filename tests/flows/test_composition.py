@@ -16,6 +16,7 @@ import lipformer as lf
 from lipformer.flows import (
     ActNorm,
     AttentionFlow,
+    ContextAffine,
     Flow,
     InvertibleLinear,
     InvertibleResidual,
@@ -199,6 +200,8 @@ class TestFlow:
         ):
             with pytest.raises(ValueError, match="has one dim, got parts with dim=(4, 2|2, 4)"):
                 build()
+        with pytest.raises(ValueError, match="has one context_dim, got parts with context_dim=3, 2"):
+            InvertibleSequential(ContextAffine(D, 3), ContextAffine(D, 2))
         with pytest.raises(ValueError, match="has one seq_len, got parts with seq_len=6, 5"):
             Flow([ActNorm(D)], BASES["events"](), seq_len=6)
         with pytest.raises(ValueError, match=r"events \(T, D\), got \(2, 5, 4\)"):

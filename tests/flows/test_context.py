@@ -128,7 +128,7 @@ def test_the_inverse_inverts_each_event_with_its_own_context(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_context_breaks_the_constant_in_x(kind: str) -> None:
     flow = made(kind)
-    code = flow._encoded(contexts(1, 3, size=100.0), events(1)).detach()
+    code = flow._given(events(1), None, contexts(1, 3, size=100.0))[2].detach()
     for block in flow.blocks:
         if isinstance(block, InvertibleResidual) and block.mode == "norm":
             norm = block.norm_in_use()
