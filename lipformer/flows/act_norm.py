@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from lipformer.functional.tracing import tracing
 _LEAST_DEVIATION = 1e-6
 
 
-class FirstBatch(nn.Module):
+class FirstBatch(nn.Module, ABC):
     """What is set by the first batch in training mode; that it is set is saved with the weights.
 
     Under torch.compile and torch.func no batch is taken: run one without them first.
@@ -32,9 +33,9 @@ class FirstBatch(nn.Module):
         super().__init__(*arguments)
         self.register_buffer("initialized", torch.tensor(False))
 
+    @abstractmethod
     def initialize(self, x: Tensor, padded: Tensor | None = None) -> None:
         """Sets it by a batch (B, T, D) whose tokens do not count where padded (B, T) is True."""
-        raise NotImplementedError
 
     def note(self) -> None:
         """Notes that it is set."""
@@ -45,6 +46,14 @@ class FirstBatch(nn.Module):
         """Sets it by the first training batch (B, T, D)."""
         if self.training and not tracing() and not self.is_set():
             self.initialize(x, padded)
+
+    def check_set(self, ask: Ask) -> None:
+        """Raises where a bound would hold only until the first batch, which is still to come."""
+        if ask.in_forward and self.training and not tracing() and not self.is_set():
+            raise ask.refuse(
+                "its first training batch would change its scale after it was divided by its bound",
+                "initialize(x) before it goes into a contractive or invertible branch",
+            )
 
     def is_set(self) -> bool:
         """Whether it is set."""
@@ -61,9 +70,8 @@ class ActNorm(FirstBatch, TokenWise):
     r""":math:`y = (x + b)\,e^s` for each feature; the first training batch gets mean 0, deviation 1.
 
     :math:`\log|\det J| = T \sum_k s_k` with T the unpadded tokens of a sample, which alone count for
-    mean and deviation too. Until a first batch has come in training mode the map is the identity; that
-    it has come is saved with the weights. Under torch.compile and torch.func no batch is taken: run
-    one without them first. Source: Kingma and Dhariwal 2018 (Glow).
+    mean and deviation too. Until a first batch has come (:class:`FirstBatch`) the map is the identity.
+    Source: Kingma and Dhariwal 2018 (Glow).
 
     Args:
         dim: D, the number of features.
@@ -115,11 +123,7 @@ class ActNorm(FirstBatch, TokenWise):
 
 @register_bound(ActNorm)
 def _(module: ActNorm, ask: Ask) -> Bound:
-    if ask.in_forward and module.training and not tracing() and not module.is_set():
-        raise ask.refuse(
-            "its first training batch would change its scale after it was divided by its bound",
-            "initialize(x) before it goes into a contractive or invertible branch",
-        )
+    module.check_set(ask)
     # As forward has it, rounded to its dtype, and as it is.
     scales = torch.maximum(module.log_scale.exp().double(), module.log_scale.double().exp())
     largest = scales.max() * ROUND_UP**2

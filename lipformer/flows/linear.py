@@ -13,7 +13,32 @@ from lipformer.certificate.linear_rules import linear_bound
 from lipformer.layers.layout import padding, without_padding
 
 
-class TokenWise(nn.Module, ABC):
+class WithLogDet(nn.Module, ABC):
+    """An invertible map whose log-determinant is a function of the shape and the padding alone."""
+
+    @abstractmethod
+    def inverse(self, y: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
+        """The inverse, exact up to rounding: (B, T, D) -> (B, T, D)."""
+
+    @abstractmethod
+    def _log_det(self, x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
+        """log|det J| (B,) for x (B, T, D), its input or its output."""
+
+    def forward_and_log_det(
+        self, x: Tensor, key_padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The output (B, T, D) and log|det| per sample (B,)."""
+        # The first batch may set what the log-determinant is made of: forward comes first.
+        return self.forward(x, key_padding_mask), self._log_det(x, key_padding_mask)
+
+    def inverse_and_log_det(
+        self, y: Tensor, key_padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The input (B, T, D) and log|det| of the inverse per sample (B,)."""
+        return self.inverse(y, key_padding_mask), -self._log_det(y, key_padding_mask)
+
+
+class TokenWise(WithLogDet):
     r"""An invertible map g of single tokens whose :math:`\log|\det g'|` is the same for all of them.
 
     A subclass gives the map, its inverse and the log-determinant of one token. Padded tokens pass
@@ -59,20 +84,6 @@ class TokenWise(nn.Module, ABC):
         """The inverse, exact up to rounding: (B, T, D) -> (B, T, D)."""
         padded = self._padded(y, key_padding_mask)
         return keep_padded(padded, y, self.token_inverse(without_padding(y, padded)))
-
-    def forward_and_log_det(
-        self, x: Tensor, key_padding_mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """The output (B, T, D) and log|det| per sample (B,)."""
-        y = self.forward(x, key_padding_mask)
-        return y, self._log_det(x, key_padding_mask)
-
-    def inverse_and_log_det(
-        self, y: Tensor, key_padding_mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """The input (B, T, D) and log|det| of the inverse per sample (B,)."""
-        x = self.inverse(y, key_padding_mask)
-        return x, -self._log_det(y, key_padding_mask)
 
     def extra_repr(self) -> str:
         return f"{self.dim}"

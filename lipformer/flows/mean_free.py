@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lipformer.certificate import Ask, Bound, register_bound
 from lipformer.flows.act_norm import FirstBatch
+from lipformer.flows.linear import WithLogDet
 from lipformer.functional.rounding import ROUND_UP
 from lipformer.layers import layout
 from lipformer.layers.token_mean import mean_free
@@ -47,7 +48,7 @@ class MeanFreeNormal:
         return f"MeanFreeNormal{tuple(self.event_shape)}"
 
 
-class MeanFreeScale(FirstBatch):
+class MeanFreeScale(FirstBatch, WithLogDet):
     r""":math:`y_i = \bar x + e^s (x_i - \bar x)`: one scale about the mean of n tokens, which stays.
 
     :math:`\log|\det J| = (n - 1) D s`. The first training batch gets deviation 1. It turns, reflects,
@@ -87,22 +88,9 @@ class MeanFreeScale(FirstBatch):
         padded = layout.padding(key_padding_mask, y)
         return (y + (-self.log_scale).expm1() * mean_free(y, padded)).to(y.dtype)
 
-    def forward_and_log_det(
-        self, x: Tensor, key_padding_mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """The output (B, T, D) and log|det| per sample (B,)."""
-        y = self.forward(x, key_padding_mask)
-        return y, self._log_det(x, key_padding_mask)
-
-    def inverse_and_log_det(
-        self, y: Tensor, key_padding_mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """The input (B, T, D) and log|det| of the inverse per sample (B,)."""
-        return self.inverse(y, key_padding_mask), -self._log_det(y, key_padding_mask)
-
-    def _log_det(self, x: Tensor, mask: Tensor | None) -> Tensor:
+    def _log_det(self, x: Tensor, key_padding_mask: Tensor | None) -> Tensor:
         scale = self.log_scale.to(torch.promote_types(x.dtype, torch.float32))
-        freedom = (_count(x, layout.padding(mask, x)) - 1).clamp_min(0) * x.shape[-1]
+        freedom = (_count(x, layout.padding(key_padding_mask, x)) - 1).clamp_min(0) * x.shape[-1]
         return scale * freedom.to(scale.dtype)
 
 
@@ -116,9 +104,5 @@ def _count(x: Tensor, padded: Tensor | None) -> Tensor:
 @register_bound(MeanFreeScale)
 def _(module: MeanFreeScale, ask: Ask) -> Bound:
     ask.only("l2")
-    if ask.in_forward and module.training and not module.is_set():
-        raise ask.refuse(
-            "its first training batch would change its scale after it was divided by its bound",
-            "initialize(x) before it goes into a contractive or invertible branch",
-        )
+    module.check_set(ask)
     return Bound((module.log_scale.double().exp() * ROUND_UP**2).clamp_min(1.0), "max(1, exp(s))")
