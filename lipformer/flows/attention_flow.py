@@ -89,8 +89,10 @@ def normalising(dim: int, context_dim: int | None) -> list[nn.Module]:
     return [ActNorm(dim), *([] if context_dim is None else [ContextAffine(dim, context_dim)])]
 
 
-def _any(config: Mapping[str, Any], options: dict[str, Any], context_dim: int | None) -> list[nn.Module]:
-    """The blocks of a flow that need not be equivariant."""
+def _blocks(
+    config: Mapping[str, Any], options: dict[str, Any], context_dim: int | None
+) -> list[nn.Module]:
+    """The blocks of a flow that is not equivariant: its weights are free."""
     dim, coeff = config["dim"], config["coeff"]
     names = ("width", "causal", "positions", "key_radius", "past_bias")
     blocks: list[nn.Module] = []
@@ -106,18 +108,6 @@ def _any(config: Mapping[str, Any], options: dict[str, Any], context_dim: int | 
             feed_forward = feed_forward_branch(dim, config["hidden"], context_dim)
             blocks.append(InvertibleResidual(feed_forward, coeff, log_det="causal"))
     return blocks + normalising(dim, context_dim)
-
-
-def _equivariant(config: Mapping[str, Any], options: dict[str, Any]) -> list[nn.Module]:
-    """The blocks of an equivariant flow."""
-    names = ("depth", "num_heads", "coeff", "key_radius")
-    return equivariant_blocks(
-        config["dim"],
-        knots=config["hidden"][0],
-        pairs=config["feed_forwards"],
-        options=options,
-        **{name: config[name] for name in names},
-    )
 
 
 def _check_equivariant(config: Mapping[str, Any]) -> None:
@@ -235,15 +225,25 @@ class AttentionFlow(SavedModel, Flow):
         # Every argument, with what "auto" and None stand for: no list of them to keep in step.
         config = {name: value for name, value in locals().items() if name in _ARGUMENTS}
         encoder = None if context_dim is None else ContextEncoder(context_dim, (*hidden, dim)[0])
-        options: dict[str, Any] = {"seq_len": seq_len, "probes": probes, "terms": terms}
-        options["log_det"] = log_det
+        options: dict[str, Any] = {"log_det": log_det, "probes": probes, "terms": terms}
+        options["seq_len"] = seq_len
         noise: Any = base
         if equivariant:
             _check_equivariant(config)
             assert seq_len is not None
-            blocks, noise = _equivariant(config, options), MeanFreeNormal(seq_len, dim)
+            noise = MeanFreeNormal(seq_len, dim)
+            blocks = equivariant_blocks(
+                dim,
+                depth=depth,
+                num_heads=num_heads,
+                knots=hidden[0],
+                pairs=feed_forwards,
+                coeff=coeff,
+                key_radius=key_radius,
+                options=options,
+            )
         else:
-            blocks = _any(config, options, None if encoder is None else encoder.width)
+            blocks = _blocks(config, options, None if encoder is None else encoder.width)
         super().__init__(blocks, noise, dim=dim, seq_len=seq_len, encoder=encoder)
         self.causal = causal
         self.config = config
