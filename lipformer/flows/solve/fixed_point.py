@@ -188,19 +188,12 @@ def solve_fixed_point(
     def whole(x: Tensor) -> Tensor:
         return branch(x, torch.arange(y.shape[0], device=y.device))
 
-    if wide_end:
-        value = evaluate_widely(whole, solution)
-        if value is not None:
-            last, before, image = solution.double(), residual, y.double() - value
-            finite = torch.isfinite(image)
-            residual = measure(torch.where(finite, image - last, torch.inf))
-            image = torch.where(finite, image, last)
-            solution = image.to(y.dtype)
-            rounded = measure(solution.double() - image)
-            # The step before was off by at most the residuals at its two ends together.
-            noise = WIDE_ROUNDING * (before + residual)
-            noise = noise + 2.0**-51 * measure(y.double().abs() + image.abs())
-    elif promise:
+    value = evaluate_widely(whole, solution) if wide_end else None
+    if value is not None:
+        solution, residual, noise, rounded = _wide_step(
+            y.double() - value, solution, residual, y, measure
+        )
+    elif promise and not wide_end:
         tokens = y.shape[1] if y.ndim > 2 else 1
         noise = measure(rounding_of(whole, y, point, solution, tokens))
     error = enlarge((rate * residual + noise) / (1.0 - rate) + rounded, y[:1].numel())
@@ -208,6 +201,30 @@ def solve_fixed_point(
     if not record.converged:
         raise NotConverged(record, max_iter)
     return solution, record
+
+
+def _wide_step(
+    image: Tensor, last: Tensor, before: Tensor, y: Tensor, measure: Measure
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The last step, in float64.
+
+    Args:
+        image: y - f(x) in float64 (B, *).
+        last: x (B, *).
+        before: residual of the step before (B,).
+        y: right-hand sides (B, *).
+        measure: the norm.
+
+    Returns:
+        The image in the dtype of y, the residual at x, its rounding, and that of the image, (B,) each.
+    """
+    last, finite = last.double(), torch.isfinite(image)
+    residual = measure(torch.where(finite, image - last, torch.inf))
+    image = torch.where(finite, image, last)
+    solution = image.to(y.dtype)
+    # The step before was off by at most the residuals at its two ends together.
+    noise = WIDE_ROUNDING * (before + residual) + 2.0**-51 * measure(y.double().abs() + image.abs())
+    return solution, residual, noise, measure(solution.double() - image)
 
 
 class Steps:
