@@ -60,11 +60,8 @@ def real_nvp(
     column = torch.arange(size)
     masks = [(column % dim) % 2 == 0, column < size // 2]
 
-    # Of a width h a network has 2 size h + h^2 + ... weights: the largest that fits.
-    hidden = max(
-        (h for h in range(1, 513) if layers * 2 * _weights(size, h) + 2 * size * layers <= parameters),
-        default=1,
-    )
+    fitting = (h for h in range(1, 513) if real_nvp_parameters(size, h, layers) <= parameters)
+    hidden = max(fitting, default=1)
     bounded = {} if log_scale is None else {"output_fn": "tanh", "output_scale": log_scale}
     flows: list[nn.Module] = []
     for index in range(layers):
@@ -78,9 +75,10 @@ def real_nvp(
     return nf.NormalizingFlow(nf.distributions.DiagGaussian(size, trainable=False), flows)
 
 
-def _weights(size: int, hidden: int) -> int:
-    """Parameters of a network size -> hidden -> hidden -> size with biases."""
-    return 2 * size * hidden + hidden * hidden + 2 * hidden + size
+def real_nvp_parameters(size: int, hidden: int, layers: int = 8) -> int:
+    """Of two networks size -> hidden -> hidden -> size with biases and one ActNorm for each coupling."""
+    network = 2 * size * hidden + hidden * hidden + 2 * hidden + size
+    return layers * 2 * (network + size)
 
 
 def train_real_nvp(model: nn.Module, batches: Iterable[Tensor], steps: int, lr: float) -> list[float]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lipformer.flows import AttentionFlow, Flow, InvertibleResidual, MeanFreeNormal, MeanFreeScale
 from lipformer.flows.attention_flow import attention_branch, feed_forward_branch
 from lipformer.layers import PairRadial, SubtractMean
-from recipes.flows.baselines import real_nvp
+from recipes.flows.baselines import real_nvp, real_nvp_parameters
 from recipes.flows.particles.systems import System
 
 # Blocks of the flows by system: scales, and pair maps (or feed-forward networks) after each.
@@ -104,9 +104,7 @@ class Coordinates(nn.Module):
 
 def real_nvp_coordinates(system: System, scale: float) -> Coordinates:
     """Eight affine couplings of normflows, log-scales in (-2, 2), networks of two hidden layers."""
-    size, hidden = system.freedom, 64 if system.freedom < 10 else 128
-    weights = 2 * size * hidden + hidden * hidden + 2 * hidden + size
-    parameters = 8 * (2 * weights + 2 * size)
+    parameters = real_nvp_parameters(system.freedom, 64 if system.freedom < 10 else 128)
     model: Any = real_nvp(system.particles - 1, system.dim, parameters, log_scale=2.0)
     return Coordinates(system, scale, model, model.log_prob, lambda n: model.sample(n)[0])
 
