@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any
 
 import lightning as L
@@ -21,7 +22,30 @@ def optimiser(module: nn.Module, lr: float, steps: int) -> dict[str, Any]:
     return {"optimizer": adam, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-class FlowModule(L.LightningModule):
+class DensityModule(L.LightningModule):
+    """What modules of densities share: held-out nats, and Adam with one cycle over the whole run."""
+
+    lr: float
+
+    @abstractmethod
+    def evaluate(self, batch: list[Tensor], stage: str) -> None:
+        """Logs the nats of a batch."""
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        """Held-out nats."""
+        self.evaluate(batch, "val")
+
+    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        """Held-out nats."""
+        self.evaluate(batch, "test")
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """See :func:`optimiser`."""
+        steps = int(self.trainer.estimated_stepping_batches)
+        return optimiser(self, self.lr, steps)  # type: ignore[return-value]
+
+
+class FlowModule(DensityModule):
     """An AttentionFlow on sets of points in the plane, evaluated in nats.
 
     `log_det` is that of training; held-out nats are always exact. In mode "causal" (a sequence: each
@@ -52,21 +76,9 @@ class FlowModule(L.LightningModule):
         self.log("train/nats_per_point", loss)
         return loss
 
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        """Held-out nats, exact."""
-        self._evaluate(batch, "val")
-
-    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        """Held-out nats, exact."""
-        self._evaluate(batch, "test")
-
-    def _evaluate(self, batch: list[Tensor], stage: str) -> None:
+    def evaluate(self, batch: list[Tensor], stage: str) -> None:
+        """Logs exact nats per set and per point."""
         (x,) = batch
         nats = -self.log_prob(x).mean()
         self.log(f"{stage}/nats_per_set", nats, batch_size=len(x))
         self.log(f"{stage}/nats_per_point", nats / x.shape[1], prog_bar=True, batch_size=len(x))
-
-    def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Adam with one cycle over the whole run."""
-        steps = int(self.trainer.estimated_stepping_batches)
-        return optimiser(self, self.lr, steps)  # type: ignore[return-value]

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import lightning as L
-from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 
 from lipformer.flows import AttentionFlow
-from recipes.flows.module import optimiser
+from recipes.flows.module import DensityModule
 
 
-class SeriesModule(L.LightningModule):
+class SeriesModule(DensityModule):
     """A causal AttentionFlow of windows (B, past + horizon, 1), judged by the future given the past.
 
     Args:
@@ -38,20 +36,8 @@ class SeriesModule(L.LightningModule):
         self.log("train/nats_per_step", loss)
         return loss
 
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        """Held-out nats of the future."""
-        self._evaluate(batch, "val")
-
-    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        """Held-out nats of the future."""
-        self._evaluate(batch, "test")
-
-    def _evaluate(self, batch: list[Tensor], stage: str) -> None:
+    def evaluate(self, batch: list[Tensor], stage: str) -> None:
+        """Logs nats of the future per number."""
         (x,) = batch
         nats = -self.log_prob(x).mean() / (x.shape[1] - self.past)
         self.log(f"{stage}/nats_per_step", nats, prog_bar=True, batch_size=len(x))
-
-    def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Adam with one cycle over the whole run."""
-        steps = int(self.trainer.estimated_stepping_batches)
-        return optimiser(self, self.lr, steps)  # type: ignore[return-value]
