@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -25,12 +24,8 @@ from lipformer.flows import (
     to_torch_transform,
     to_zuko,
 )
+from tests.flows.test_adapters import FrEIA  # without its warnings
 from tests.layers.battery import scrambled
-
-with warnings.catch_warnings():
-    # Its docstrings have invalid escapes, which Python warns of when it first compiles them.
-    warnings.simplefilter("ignore")
-    from FrEIA.framework import SequenceINN
 
 T, D, C = 3, 2, 4
 
@@ -89,7 +84,7 @@ def in_normflows(flow: AttentionFlow) -> tuple[Any, Any]:
 
 
 def in_freia(flow: AttentionFlow) -> tuple[Any, Any]:
-    inn = SequenceINN(T, D)
+    inn = FrEIA.framework.SequenceINN(T, D)
     inn.append(lambda dims_in, dims_c: to_freia(flow, dims_in, dims_c), cond=0, cond_shape=(C,))
 
     def log_prob(x: Tensor, c: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from lipformer.flows import (
 )
 from lipformer.flows.log_det import methods
 from tests.flows.test_adapters import HOSTS
+from tests.layers.battery import scrambled
 
 SMALL: dict[str, Any] = {"depth": 1, "num_heads": 2, "hidden": 8, "width": 4}
 # What the flow is, the host's events, and the options of its adapter.
@@ -33,13 +34,6 @@ NATURAL: dict[str, tuple[dict[str, Any], tuple[int, ...], dict[str, Any]]] = {
 
 def as_tokens(x: Tensor, options: dict[str, Any]) -> Tensor:
     return {"token": x.unsqueeze(-2), "tokens": x.unsqueeze(-1), None: x}[options.get("vectors")]
-
-
-def scrambled(flow: AttentionFlow) -> AttentionFlow:
-    with torch.no_grad():
-        for parameter in flow.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
-    return flow.eval()
 
 
 @pytest.fixture
@@ -89,7 +83,7 @@ def test_natural_shapes(host: str, name: str, dtype: torch.dtype) -> None:
 def test_densities_integrate_to_one(host: str, kind: str) -> None:
     """By the rectangle rule, exact for smooth densities as soon as the step is small enough."""
     size, vectors = {"one token of 2": (2, "token"), "2 tokens": (2, "tokens")}.get(kind, (1, "tokens"))
-    flow = scrambled(AttentionFlow(size if vectors == "token" else 1, mode="causal", **SMALL))
+    flow = scrambled(AttentionFlow(size if vectors == "token" else 1, mode="causal", **SMALL)).eval()
     density = HOSTS[host](flow, (size,), vectors=vectors, event_shape=(size,))
     axis = torch.linspace(-12.0, 12.0, 97)
     x = torch.cartesian_prod(*[axis] * size).reshape(-1, size)
@@ -172,7 +166,7 @@ def test_the_adapter_says_what_does_not_fit_the_block() -> None:
 
 def test_the_length_stays_free() -> None:
     """One adapter of a causal flow serves bases of several lengths."""
-    flow = scrambled(AttentionFlow(1, mode="causal", **SMALL))
+    flow = scrambled(AttentionFlow(1, mode="causal", **SMALL)).eval()
     transform = to_torch_transform(flow, vectors="tokens")
     assert transform.domain.event_dim == transform.codomain.event_dim == 1
     for length in (2, 5):
@@ -186,7 +180,7 @@ def test_the_length_stays_free() -> None:
 
 @pytest.mark.parametrize("host", ["Torch", "Pyro", "Zuko"])
 def test_a_single_vector(host: str) -> None:
-    flow = scrambled(AttentionFlow(3, mode="causal", **SMALL))
+    flow = scrambled(AttentionFlow(3, mode="causal", **SMALL)).eval()
     density = HOSTS[host](flow, (3,), vectors="token").density
     one = density.sample()
     assert one.shape == (3,)

@@ -20,13 +20,14 @@ from recipes.flows.module import FlowModule, optimiser
 from recipes.flows.pictures import inversion_errors, next_point_density
 from recipes.flows.report import Report, Row, table, training_sets
 from recipes.report import count
-from tests.recipes.tiny import run_small
+from tests.recipes.tiny import TRAINER, run_small
 from tests.training.tiny import LIGHTNING_WARNINGS
 
 pytestmark = pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
 FOLDER = Path(__file__).resolve().parents[2] / "recipes" / "flows"
 CONFIGS = sorted(FOLDER.glob("*.yaml"))
 TINY: dict[str, object] = {
+    **TRAINER,
     "model.depth": 1,
     "model.width": 4,
     "model.hidden": [8],
@@ -35,12 +36,6 @@ TINY: dict[str, object] = {
     "data.train_sets": 64,
     "data.held_out_sets": 16,
     "data.batch_size": 16,
-    "trainer.max_steps": 2,
-    "trainer.log_every_n_steps": 1,
-    "trainer.val_check_interval": 2,
-    "trainer.accelerator": "cpu",
-    "trainer.enable_progress_bar": False,
-    "trainer.enable_model_summary": False,
     "report.samples": 6,
     "report.cells": 4,
     "report.lrs": [1e-3],

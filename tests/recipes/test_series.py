@@ -13,12 +13,13 @@ from recipes.series.__main__ import main
 from recipes.series.data import SeriesData, regimes
 from recipes.series.forecasters import FlowForecaster, GaussianAR, MaskedFlow, crps
 from recipes.series.module import SeriesModule
-from tests.recipes.tiny import run_small
+from tests.recipes.tiny import TRAINER, run_small
 from tests.training.tiny import LIGHTNING_WARNINGS
 
 pytestmark = pytest.mark.filterwarnings(*LIGHTNING_WARNINGS)
 FOLDER = Path(__file__).resolve().parents[2] / "recipes" / "series"
 TINY: dict[str, object] = {
+    **TRAINER,
     "model.depth": 1,
     "model.width": 4,
     "model.hidden": [8],
@@ -26,12 +27,6 @@ TINY: dict[str, object] = {
     "data.past": 5,
     "data.horizon": 3,
     "data.batch_size": 16,
-    "trainer.max_steps": 2,
-    "trainer.log_every_n_steps": 1,
-    "trainer.val_check_interval": 2,
-    "trainer.accelerator": "cpu",
-    "trainer.enable_progress_bar": False,
-    "trainer.enable_model_summary": False,
     "report.samples": 6,
     "report.lrs": [1e-3],
     "report.seconds": 0.05,

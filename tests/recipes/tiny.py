@@ -9,6 +9,16 @@ from unittest import mock
 
 import torch
 
+# Two updates, in silence.
+TRAINER: dict[str, object] = {
+    "trainer.max_steps": 2,
+    "trainer.log_every_n_steps": 1,
+    "trainer.val_check_interval": 2,
+    "trainer.accelerator": "cpu",
+    "trainer.enable_progress_bar": False,
+    "trainer.enable_model_summary": False,
+}
+
 
 def run_small(
     main: Callable[[list[str]], int],
