@@ -251,9 +251,11 @@ class AttentionFlow(SavedModel, Flow):
 
     def entries(self) -> dict[str, Any]:
         """The arguments of the constructor, as JSON values; a base of one's own is none."""
-        for base in (self.base, self.config["base"]):
-            own = self.config["equivariant"] and isinstance(base, MeanFreeNormal)
-            if base is not None and not own:
+        built: Any = None
+        if self.config["equivariant"]:
+            built = MeanFreeNormal(self.config["seq_len"], self.config["dim"])
+        for base, default in ((self.base, built), (self.config["base"], None)):
+            if repr(base) != repr(default):
                 raise ValueError(
                     f"save_pretrained writes flows of the default base, base=None, got {base}: save "
                     "flow.state_dict() by torch.save, and load it into a flow built with this base"

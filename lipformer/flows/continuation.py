@@ -12,9 +12,21 @@ through the inverse, they give a draw from that density.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import Tensor, nn
 
 from lipformer.flows.log_det.exact import supports_causal
+
+
+def _single(block: nn.Module) -> Iterator[nn.Module]:
+    """The blocks of a flow or stack, of those in it too."""
+    block = getattr(block, "blocks", block)
+    if isinstance(block, nn.Sequential):
+        for part in block:
+            yield from _single(part)
+    else:
+        yield block
 
 
 def check_prefix(
@@ -29,12 +41,13 @@ def check_prefix(
         prefix: (B, P, D).
         steps: tokens after it.
     """
-    for part in blocks.modules():
-        branch = getattr(part, "branch", None)
-        if hasattr(part, "inverse_step") and branch is not None and not supports_causal(branch):
+    for block in _single(blocks):
+        # Of a residual block its branch decides; others say what they are.
+        if not supports_causal(getattr(block, "branch", block)):
             raise ValueError(
-                "only a causal flow can be continued: in this one tokens depend on later ones, so that "
-                'their density given a prefix is not known; build it with mode="causal"'
+                "only a causal flow can be continued: in this one tokens may depend on later ones, by a "
+                f"{type(block).__name__}, so that their density given a prefix is not known; build it "
+                'with mode="causal", and of blocks with token_wise = True'
             )
     if len(base) == 2:
         raise ValueError(

@@ -390,7 +390,9 @@ class InvertibleResidual(Freezable):
         return call if context is None else call._replace(context=self._in_own_dtype(context))
 
     def extra_repr(self) -> str:
-        return f"coeff={self.coeff}, mode={self.mode!r}, log_det={self.log_det_method!r}"
+        settings = f"coeff={self.coeff}, mode={self.mode!r}, log_det={self.log_det_method!r}"
+        estimate = "" if self.terms is None else f", terms={self.terms}"
+        return f"{settings}{estimate}" + ("" if self.probes == 1 else f", probes={self.probes}")
 
 
 def _contracting(coeff: float) -> float:

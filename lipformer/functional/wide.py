@@ -28,7 +28,9 @@ _MOVES = """
     unflatten unsqueeze view view_as where zeros_like
 """
 _CASTS = "to type_as float double half bfloat16 type"
-_moves, _casts = frozenset(_MOVES.split()), frozenset(_CASTS.split())
+# What is done to numbers that have left torch is not seen, and may come back rounded.
+_LEAVES = "numpy tolist __array__ __dlpack__"
+_moves, _casts, _leaves = (frozenset(names.split()) for names in (_MOVES, _CASTS, _LEAVES))
 
 
 class NotWide(TypeError):
@@ -93,6 +95,8 @@ class Wide(Tensor):
         like = _first((*args, *kwargs.values()))
         assert like is not None
         with torch._C.DisableTorchFunctionSubclass():
+            if name in _leaves:
+                raise NotWide(f"{name} would take float64 tokens out of torch")
             if name in _casts:
                 return _cast(args[0], like)
             written = kwargs.get("out", args[0] if _writes(name) else None)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lipformer.certificate.rules import Rules
+from lipformer.certificate.rules import Rules, refuse_hooks
 from lipformer.certificate.torch_rules import parts_of
 from lipformer.functional.pullback import pull, pull_all
 from lipformer.functional.tracing import values_readable
@@ -73,16 +73,22 @@ def _rule_of(module: nn.Module) -> OwnToken | None:
     """The rule of a module, or None if it is not known to be causal.
 
     A module that no rule serves may say itself that it treats tokens alone (``token_wise = True``) or
-    that no token influences earlier ones (``causal = True``).
+    that no token influences earlier ones (``causal = True``); hooks may make that untrue.
     """
+    says: object = module
     try:
         rule = _rules.find(module, _NotServed)
     except _NotServed:
-        rule = None  # hooks, or a forward of its own: it has to say itself what it is
+        # A forward of its own: its class has to say what it is. A setting is about the one it replaces.
+        rule, says = None, type(module)
     if rule is not None:
         return rule if rule.causal(module) else None
+    try:
+        refuse_hooks(module, _NotServed)
+    except _NotServed:
+        return None
     for attribute, push in (("token_wise", push_token_wise), ("causal", push_causal)):
-        if getattr(module, attribute, None) is True:
+        if getattr(says, attribute, None) is True:
             return OwnToken(push, lambda module: {}, lambda module: True)
     return None
 

@@ -24,7 +24,8 @@ def radial_profile(s: Tensor, slopes: Tensor, reach: float) -> tuple[Tensor, Ten
     rises = 0.5 * step * (slopes[1:] + slopes[:-1])
     heights = torch.cat([rises.new_zeros(1), rises.cumsum(0)])  # G at the knots
     place = s / step
-    knot = place.detach().floor().clamp(max=len(slopes) - 1).long()
+    # NaN has no knot: it stays NaN by its part.
+    knot = place.detach().nan_to_num(0.0).floor().clamp(max=len(slopes) - 1).long()
     part = place - knot
     left, right = slopes[knot], slopes[(knot + 1).clamp(max=len(slopes) - 1)]
     slope = torch.lerp(left, right, part)  # beyond the last knot both are its slope
@@ -78,7 +79,7 @@ class PairRadial(Layer):
     def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """(B, n, d), and (B, n), True at padded tokens -> (B, n, d), zero at padded tokens."""
         difference, _, weight, ratio, _ = self._pairs(x, key_padding_mask)
-        return ((weight * ratio).unsqueeze(-1) * difference).sum(2)
+        return ((weight * ratio).unsqueeze(-1) * difference).sum(2).to(x.dtype)
 
     def forward_and_jacobian(
         self, x: Tensor, key_padding_mask: Tensor | None = None
@@ -93,18 +94,19 @@ class PairRadial(Layer):
         across = weight * ratio
         unit = difference / distance.unsqueeze(-1)
         along = (weight * slope - across)[..., None, None] * unit.unsqueeze(-1) * unit.unsqueeze(-2)
-        one = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
+        one = torch.eye(x.shape[-1], dtype=unit.dtype, device=x.device)
         pairs = (along + across[..., None, None] * one).transpose(2, 3)  # B i d j d
         # A pair of a token with itself is in the sum and in the difference.
         own = torch.diag_embed(pairs.sum(3).movedim(1, -1)).permute(0, 3, 1, 4, 2)
         jacobian = (own - pairs).flatten(3).flatten(1, 2)
-        return (across.unsqueeze(-1) * difference).sum(2), jacobian
+        return (across.unsqueeze(-1) * difference).sum(2).to(x.dtype), jacobian.to(x.dtype)
 
     def _pairs(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """x_i - x_j (B, n, n, d), and (B, n, n) each: their lengths, weights 1/n, G(s) / s, G'(s)."""
         if x.ndim != 3:
             raise ValueError(f"x must have shape (B, n, d), got {tuple(x.shape)}")
         hidden = padding(mask, x)
+        x = x.to(torch.promote_types(x.dtype, torch.float32))  # float16 has no squares above 256
         if hidden is None:
             weight = x.new_full((1, 1, 1), 1.0 / max(1, x.shape[1]))
         else:

@@ -50,10 +50,20 @@ class PastBias(Layer):
         return x + same_shape(x, call_branch(self.past, x, key_padding_mask, None, context))
 
 
+def _is_shifted(module: PastBias) -> bool:
+    """Whether the past still begins with the shift of all features: parts may have been replaced."""
+    first = next(module.past.children(), None) if isinstance(module.past, nn.Sequential) else None
+    return isinstance(first, TokenShift) and first.shifted == first.dim
+
+
 @register_bound(PastBias)
 def _(module: PastBias, ask: Ask) -> Bound:
     if ask.norm != "self":
         return weighted_sum((1.0, 1.0), (None, ask.child(module.past, "past")), "1 + L of the past")
+    if not _is_shifted(module):
+        raise ask.refuse(
+            "its past no longer begins with a TokenShift of all features", "PastBias as built"
+        )
     for path, part in unknown_parts(module.past, "past"):
         # A part that sees later tokens would see the token itself, moved one on.
         raise ask.refuse(
@@ -68,6 +78,6 @@ def _(module: PastBias, x: Tensor, cache: Cache, call: Call) -> tuple[Tensor, Ca
     return x + same_shape(x, out), cache
 
 
-@register_own_token(PastBias, parts=lambda module: {"past": module.past})
+@register_own_token(PastBias, parts=lambda module: {"past": module.past}, causal=_is_shifted)
 def _(module: PastBias, x: Tensor, tangents: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     return call_branch(module, x, *call.inside()), tangents

@@ -55,9 +55,11 @@ class SavedModel(Layer):
         self.refresh()
 
     def _parts(self) -> dict[str, str]:
-        """The class and the settings of each part by its path."""
-        parts = ((path, part, part.extra_repr() if path else "") for path, part in self.named_modules())
-        return {path: f"{type(part).__name__}({settings})" for path, part, settings in parts}
+        """The class and the settings of each part by its path; those of the root are the config."""
+        return {
+            path: f"{type(part).__name__}({part.extra_repr() if path else self.config})"
+            for path, part in self.named_modules()
+        }
 
     def save_pretrained(self, directory: str | PathLike[str]) -> None:
         """Writes ``model.safetensors`` and ``config.json`` (needs the package safetensors).

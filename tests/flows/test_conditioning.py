@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -182,8 +183,12 @@ def test_a_branch_that_cannot_be_evaluated_in_float64_promises_nothing() -> None
         out[:] = 0.5 * x
         return out
 
-    for solve in (solve_causal, partial(solve_fixed_point, measure=l2_size)):
-        x, record = solve(rounding, y, rate=0.5)
+    def leaving(x: Tensor, index: Tensor) -> Tensor:
+        return torch.from_numpy(0.5 * x.numpy().astype(np.float32)) + 0.0 * x
+
+    solves = (solve_causal, partial(solve_fixed_point, measure=l2_size))
+    for solve, branch in itertools.product(solves, (rounding, leaving)):
+        x, record = solve(branch, y, rate=0.5)
         torch.testing.assert_close(x, y / 1.5)
         assert record.converged
         assert not record.met_tolerance

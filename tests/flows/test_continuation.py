@@ -11,6 +11,7 @@ from torch.distributions import Independent, Normal
 
 import lipformer as lf
 from lipformer.flows import AttentionFlow, Flow, InvertibleSequential
+from lipformer.flows.mean_free import MeanFreeScale
 from tests.layers.battery import scrambled
 
 F64 = torch.float64
@@ -159,13 +160,15 @@ def test_stacks_in_stacks_and_steps_of_them() -> None:
 def test_what_cannot_be_continued_says_why() -> None:
     x = torch.randn(2, 3, 2, dtype=F64)
     for act in (lambda f: f.continue_(x, 2), lambda f: f.log_prob(x, prefix=x)):
-        with pytest.raises(ValueError, match="only a causal flow .* depend on later ones"):
+        with pytest.raises(ValueError, match="only a causal flow .* depend on later ones, by a Inv"):
             act(flow(seq_len=12))
         events = Independent(Normal(torch.zeros(9, 2, dtype=F64), 1.0), 2)
         with pytest.raises(ValueError, match=r"one of events \(9, 2\)"):
             act(flow(mode="causal", base=events))
         with pytest.raises(ValueError, match="seq_len=4, got 3 tokens and"):
             act(flow(mode="causal", seq_len=4))
+        with pytest.raises(ValueError, match="depend on later ones, by a MeanFreeScale"):
+            act(Flow([InvertibleSequential(MeanFreeScale())], dim=2).double())
     made = flow(mode="causal")
     with pytest.raises(ValueError, match=r"at least one token, got \(2, 0, 2\)"):
         made.continue_(x[:, :0], 2)

@@ -87,6 +87,17 @@ def test_what_is_not_saved_says_what_to_do(tmp_path: Path) -> None:
     changed.blocks[1].coeff = 0.5
     with pytest.raises(ValueError, match=r"coeff=0.9.* at blocks.1, got .*coeff=0.5"):
         changed.save_pretrained(tmp_path)
+    estimated = copy.deepcopy(flow)
+    estimated.blocks[1].terms = 3
+    with pytest.raises(ValueError, match=r"at blocks.1, got .*terms=3"):
+        estimated.save_pretrained(tmp_path)
+    flow.config["coeff"] = 0.3
+    with pytest.raises(ValueError, match=r"'coeff': 0.9.* at its root, got .*'coeff': 0.3"):
+        flow.save_pretrained(tmp_path)
+    sets = AttentionFlow(4, equivariant=True, depth=1, hidden=4, seq_len=3)
+    sets.base = None
+    with pytest.raises(ValueError, match="flows of the default base, .*got None"):
+        sets.save_pretrained(tmp_path)
     assert not list(tmp_path.iterdir())
     Other(4, **SMALL).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match='not "lipformer.AttentionFlow"'):

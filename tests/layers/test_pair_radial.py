@@ -93,6 +93,17 @@ def test_tokens_in_one_place_have_finite_derivatives() -> None:
     assert jacobian[0, 0, 0].item() == pytest.approx(block, rel=1e-5)
 
 
+def test_far_tokens_in_half_precision_and_nan() -> None:
+    """In float16 the square of 300 is infinite; NaN has no place among the knots."""
+    layer = PairRadial()
+    x = torch.tensor([[[300.0, 0.0], [-200.0, 100.0]]])
+    half = PairRadial().half()
+    half.load_state_dict(layer.state_dict())
+    torch.testing.assert_close(half(x.half()).float(), layer(x), rtol=5e-3, atol=0.5)
+    assert bool(torch.isfinite(half.forward_and_jacobian(x.half())[1]).all())
+    assert bool(layer(x * torch.nan).isnan().all())
+
+
 @pytest.mark.parametrize("norm", ["token", "linf", "self"])
 def test_other_norms_are_refused(norm: str) -> None:
     with pytest.raises(lf.NotCertifiable, match="l2"):

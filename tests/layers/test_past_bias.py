@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import lipformer as lf
+from lipformer.flows.log_det.exact import supports_causal
 from lipformer.layers import PastBias, step_module
 from lipformer.layers.branch import call_branch
 from tests.layers.battery import CertifiedLayer, scrambled, slow_compile
@@ -83,3 +86,39 @@ def test_a_past_that_sees_the_token_itself_is_refused() -> None:
         lf.certify(layer, norm="self")
     with pytest.raises(ValueError, match="keep the shape"):
         PastBias(8, nn.Linear(8, 1))(x.float())
+
+
+def _replaced(layer: PastBias) -> None:
+    layer.past[0] = nn.Identity()  # type: ignore[index]
+
+
+def _set(layer: PastBias) -> None:
+    layer.past[0].shifted = 4  # type: ignore[index]
+
+
+def _hooked(layer: PastBias) -> None:
+    """The hook, like the forward below, is not what the attention's causal=True is about."""
+    layer.past[1].register_forward_pre_hook(lambda _, given: (given[0].flip(1),))  # type: ignore[index]
+
+
+def _overridden(layer: PastBias) -> None:
+    class Reversed(lf.L2MultiheadAttention):
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            return x.flip(1)
+
+    layer.past[1] = Reversed(8, 2, batch_first=True, causal=True)  # type: ignore[index]
+
+
+@pytest.mark.parametrize("change", [_replaced, _set, _hooked, _overridden])
+def test_a_past_that_was_changed_is_refused(change: Callable[[PastBias], None]) -> None:
+    layer = PastBias(8, lf.L2MultiheadAttention(8, 2, batch_first=True, causal=True)).double()
+    block = lf.InvertibleResidual(layer, 0.9, mode="causal")
+    change(layer)
+    x = torch.randn(1, 4, 8, dtype=F64)
+    own = dense_jacobian(layer, x).view(4, 8, 4, 8)
+    gaps = [own[i, :, i] - torch.eye(8, dtype=F64) for i in range(4)]
+    assert torch.stack(gaps).abs().max() > 1e-3, "so that 1 would be wrong"
+    assert not supports_causal(layer)
+    for act in (lambda: lf.certify(layer, norm="self"), lambda: block(x)):
+        with pytest.raises(lf.NotCertifiable, match="begins with a TokenShift|not known to be causal"):
+            act()
