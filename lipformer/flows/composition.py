@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from lipformer.certificate import Ask, Bound, register_bound, times
 from lipformer.flows.act_norm import FirstBatch
 from lipformer.flows.context import Context, encode_context
-from lipformer.flows.continuation import check_prefix
+from lipformer.flows.continuation import check_follows, check_prefix
 from lipformer.flows.log_det.methods import LogDet
 from lipformer.flows.solve.fixed_point import Record
 from lipformer.layers import frozen
@@ -417,6 +418,7 @@ class Flow(Layer):
         if prefix is not None:
             if key_padding_mask is not None:
                 raise ValueError("log_prob takes a prefix or a key_padding_mask, not both")
+            check_follows(prefix, x)
             check_prefix(self.blocks, _shape(self.base), self.seq_len, prefix, x.shape[1])
             both = self.log_prob(torch.cat([prefix, x], 1), **options)
             return both - self.log_prob(prefix, **options)
@@ -514,6 +516,8 @@ class Flow(Layer):
 
     def _checked(self, x: Tensor) -> Tensor:
         """x; raises unless it is (B, T, D) of the flow's width, length and dtype."""
+        if not isinstance(x, Tensor):
+            raise TypeError(f"a flow takes tensors (B, T, D), got {type(x).__name__}")
         if x.ndim != 3 or (self.dim is not None and x.shape[-1] != self.dim):
             dim = "D" if self.dim is None else self.dim
             hint = ": x[:, None] is events of one token, x[..., None] of tokens with one feature"
@@ -551,6 +555,10 @@ class Flow(Layer):
         return parts.flatten(1).sum(-1) if parts.ndim > 1 else parts
 
     def _base_sample(self, shape: tuple[int, int, int], generator: torch.Generator | None) -> Tensor:
+        try:
+            list(map(operator.index, shape))
+        except TypeError as error:
+            raise TypeError(f"n and T of samples (n, T, D) are whole numbers, got {shape}") from error
         like = next(self.blocks.parameters(), torch.empty(()))
         if self.base is None:
             return torch.randn(shape, generator=generator, dtype=like.dtype, device=like.device)

@@ -107,7 +107,7 @@ def encode_context(
             forms += f", (B, S, {context_dim}) or the pair of these and a mask (B, S)"
         raise ValueError(
             f"the flow takes a context {forms}, with B = 1 or that of the events {tuple(x.shape)}, got "
-            f"{got}"
+            f"{got}{': give it by name, context=c' if context is None else ''}"
         )
     if tokens.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
         raise ValueError(f"the context must be {x.dtype} as the events are, got {tokens.dtype}")

@@ -29,6 +29,16 @@ def _single(block: nn.Module) -> Iterator[nn.Module]:
         yield block
 
 
+def check_follows(prefix: Tensor, x: Tensor) -> None:
+    """Raises unless x (B, T, D) can stand after a prefix (B, P, D)."""
+    if prefix.ndim != 3 or x.ndim != 3 or prefix.shape[::2] != x.shape[::2]:
+        raise ValueError(
+            f"x (B, T, D) follows a prefix (B, P, D), got x {tuple(x.shape)} and prefix "
+            f"{tuple(prefix.shape)}: repeat a prefix for each x, for n draws (n, B, T, D) by "
+            "log_prob(x.flatten(0, 1), prefix=prefix.repeat(n, 1, 1))"
+        )
+
+
 def check_prefix(
     blocks: nn.Module, base: tuple[int, ...], seq_len: int | None, prefix: Tensor, steps: int
 ) -> None:

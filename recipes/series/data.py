@@ -51,7 +51,8 @@ class SeriesData(L.LightningDataModule):
     """Windows (past + horizon, 1) of one series in units of the training part's deviation.
 
     The first four fifths are trained on, in all windows; the last fifth is judged by, in windows whose
-    futures do not overlap.
+    futures do not overlap. ``mean`` and ``deviation`` of the training part bring forecasts back to the
+    units of the series.
 
     Args:
         name: of the data, for the report.
@@ -86,7 +87,8 @@ class SeriesData(L.LightningDataModule):
                 f"a fifth of the series must hold a window of past + horizon = {size}, got "
                 f"{len(series)} numbers"
             )
-        series = (series - series[:cut].mean()) / series[:cut].std()
+        self.mean, self.deviation = float(series[:cut].mean()), float(series[:cut].std())
+        series = (series - self.mean) / self.deviation
         self.train = series[:cut].unfold(0, size, 1).unsqueeze(-1).contiguous()
         self.held_out = series[cut:].unfold(0, size, horizon).unsqueeze(-1).contiguous()
 

@@ -391,7 +391,7 @@ X = torch.zeros(2, 4, 2)
 @pytest.mark.parametrize(
     ("context", "message"),
     [
-        (None, r"takes a context \(3,\).*got None"),
+        (None, r"takes a context \(3,\).*got None: give it by name"),
         (torch.zeros(2, 4), r"\(B, 3\).*of the events \(2, 4, 2\), got \(2, 4\)"),
         (torch.zeros(5, 3), r"of the events \(2, 4, 2\), got \(5, 3\)"),
         (torch.zeros(2, 1, 4, 3), r"got \(2, 1, 4, 3\)"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -178,3 +179,12 @@ def test_what_cannot_be_continued_says_why() -> None:
         made.log_prob(x, torch.zeros(2, 3, dtype=torch.bool), prefix=x)
     with pytest.raises(ValueError, match=r"tensors \(B, T, 2\), got \(2, 3, 1\)"):
         made.continue_(x[..., :1], 2)
+    with pytest.raises(TypeError, match=r"whole numbers, got \(2, 2.0, 2\)"):
+        made.continue_(x, 2.0)  # type: ignore[arg-type]
+    draws = made.continue_(x, 2, num_samples=3)
+    for given, prefix in ((draws, x), (draws[0], x[:1]), (draws[0], x[..., :1])):
+        sizes = (str(tuple(t.shape)) for t in (given, prefix))
+        with pytest.raises(ValueError, match=re.escape("got x {} and prefix {}".format(*sizes))):
+            made.log_prob(given, prefix=prefix)
+    densities = made.log_prob(draws.flatten(0, 1), prefix=x.repeat(3, 1, 1))  # as the message says
+    torch.testing.assert_close(densities[2:4], made.log_prob(draws[1], prefix=x))

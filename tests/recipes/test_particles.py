@@ -190,6 +190,11 @@ def test_the_weights_are_those_that_do_best_on_samples_kept_back(tmp_path: Path)
     spent = fit(model, torch.randn(20, 4, 2), **options)
     assert 0 < spent["chosen"] < spent["updates"] / 4
     assert 0.0 < model.t.item() == pytest.approx(spent["least"], rel=1e-3)
+    for other in ({"seed": 1}, {"seconds": 0.4}, {"lr": 1e-8}, {"batch": 5}):
+        with pytest.raises(BadInput, match=r"x\.pt is of a run with .* give another --out"):
+            fit(Forgetful(), torch.randn(20, 4, 2), **{**options, **other})
+    with pytest.raises(BadInput, match="x.pt is of a run with"):
+        fit(Forgetful(), torch.randn(20, 13, 3), **options)
 
 
 def test_a_real_nvp_with_bounded_scales() -> None:

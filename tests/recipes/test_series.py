@@ -58,6 +58,8 @@ def test_a_series_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     own = torch.arange(100.0) % 7
     own = (own - own[:80].mean()) / own[:80].std()
     torch.testing.assert_close(data.held_out[1, :, 0], own[82:88])
+    back = data.mean + data.deviation * data.held_out[1, :, 0]
+    torch.testing.assert_close(back, torch.arange(82.0, 88.0) % 7)
     with pytest.raises(ValueError, match="columns day, low, high, got column='mean'"):
         SeriesData(path=str(path), column="mean")
     with pytest.raises(ValueError, match=r"past \+ horizon = 32, got 100 numbers"):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lipformer.saving.saved_model import atomic_write
 from recipes.flows.particles.systems import moved
+from training.errors import BadInput
 
 # CPU seconds between two savings.
 _KEEP = 60.0
@@ -55,8 +56,11 @@ def fit(
     Returns:
         The number of updates and the seconds so far, the updates at which the weights were chosen, and
         their nats on the validation samples.
+
+    Raises:
+        BadInput: the file is of a run with other settings, whose weights would pass for this one's.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator, sizes = torch.Generator().manual_seed(seed), x.shape
     kept_back = x[: min(_MOST, len(x) // _PART)]
     x = x[len(kept_back) :]
     if turn:  # Few samples tell more about a model that is not equivariant in several positions.
@@ -67,9 +71,15 @@ def fit(
     )
     updates, spent, chosen, least = 0, 0.0, 0, math.inf
     best = copy.deepcopy(model.state_dict())
+    settings = {"samples": (*sizes,), "seconds": seconds, "lr": lr, "batch": batch, "seed": seed}
     parts = {"model": model, "optimiser": optimiser, "average": average}
     if path.exists():
         kept = torch.load(path, weights_only=True)
+        if kept.get("settings") != settings:
+            raise BadInput(
+                f"{path} is of a run with {kept.get('settings')}, got {settings}: give another --out, "
+                "or delete the file"
+            )
         for name, part in parts.items():
             part.load_state_dict(kept[name])
         generator.set_state(kept["generator"])
@@ -82,7 +92,7 @@ def fit(
         path.parent.mkdir(parents=True, exist_ok=True)
         state: dict[str, Any] = {name: part.state_dict() for name, part in parts.items()}
         state |= {"generator": generator.get_state(), "updates": updates, "spent": spent}
-        state |= {"best": best, "chosen": chosen, "least": least}
+        state |= {"best": best, "chosen": chosen, "least": least, "settings": settings}
         with atomic_write(path) as part:
             torch.save(state, part)
 
