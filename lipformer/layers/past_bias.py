@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from lipformer.certificate import Ask, Bound, register_bound, weighted_sum
-from lipformer.layers.branch import Call, call_branch, one_layout
-from lipformer.layers.decoding import Cache, register_step, step_module
-from lipformer.layers.layer import Layer
+from lipformer.certificate import Ask, Bound, register_bound
+from lipformer.layers.branch import Call, call_branch
 from lipformer.layers.own_token import register_own_token, unknown_parts
-from lipformer.layers.residual import same_shape
+from lipformer.layers.residual import Residual, residual_bound
 from lipformer.layers.token_shift import TokenShift
 
 
-class PastBias(Layer):
+class PastBias(Residual):
     r""":math:`y_i = x_i + g(x_1, \dots, x_{i-1})`: a bias of the features that depends on the past.
 
     g is a causal module that sees the tokens one place later, a token of zeros first. For any fixed past
@@ -40,31 +38,25 @@ class PastBias(Layer):
     """
 
     def __init__(self, dim: int, past: nn.Module) -> None:
-        super().__init__()
-        self.past = one_layout(nn.Sequential(TokenShift(dim, dim), past))
-
-    def forward(
-        self, x: Tensor, key_padding_mask: Tensor | None = None, context: Tensor | None = None
-    ) -> Tensor:
-        """(B, T, D) -> (B, T, D); mask and context are passed on to the past."""
-        return x + same_shape(x, call_branch(self.past, x, key_padding_mask, None, context))
+        super().__init__(nn.Sequential(TokenShift(dim, dim), past))
 
 
 def _is_shifted(module: PastBias) -> bool:
-    """Whether the past still begins with the shift of all features: parts may have been replaced."""
-    first = next(module.past.children(), None) if isinstance(module.past, nn.Sequential) else None
+    """Whether the branch still begins with the shift of all features: parts may have been replaced."""
+    branch = module.branch
+    first = branch[0] if isinstance(branch, nn.Sequential) and len(branch) else None
     return isinstance(first, TokenShift) and first.shifted == first.dim
 
 
 @register_bound(PastBias)
 def _(module: PastBias, ask: Ask) -> Bound:
     if ask.norm != "self":
-        return weighted_sum((1.0, 1.0), (None, ask.child(module.past, "past")), "1 + L of the past")
+        return residual_bound(module, ask)
     if not _is_shifted(module):
         raise ask.refuse(
-            "its past no longer begins with a TokenShift of all features", "PastBias as built"
+            "its branch no longer begins with a TokenShift of all features", "PastBias as built"
         )
-    for path, part in unknown_parts(module.past, "past"):
+    for path, part in unknown_parts(module.branch, "branch"):
         # A part that sees later tokens would see the token itself, moved one on.
         raise ask.refuse(
             f"its {path} ({type(part).__name__}) is not known to be causal", "causal parts, causal=True"
@@ -72,12 +64,6 @@ def _(module: PastBias, ask: Ask) -> Bound:
     return Bound(1.0, "translation by the past")
 
 
-@register_step(PastBias)
-def _(module: PastBias, x: Tensor, cache: Cache, call: Call) -> tuple[Tensor, Cache]:
-    out, cache = step_module(module.past, x, cache, *call.inside())
-    return x + same_shape(x, out), cache
-
-
-@register_own_token(PastBias, parts=lambda module: {"past": module.past}, causal=_is_shifted)
+@register_own_token(PastBias, parts=lambda module: {"branch": module.branch}, causal=_is_shifted)
 def _(module: PastBias, x: Tensor, tangents: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     return call_branch(module, x, *call.inside()), tangents

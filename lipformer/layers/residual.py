@@ -80,7 +80,8 @@ class ConvexResidual(OnePass):
 
 
 @register_bound(Residual)
-def _(module: Residual, ask: Ask) -> Bound:
+def residual_bound(module: Residual, ask: Ask) -> Bound:
+    """1 + L of the branch."""
     return weighted_sum((1.0, 1.0), (None, ask.child(module.branch, "branch")), "residual 1 + L")
 
 

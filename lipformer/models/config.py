@@ -38,6 +38,7 @@ VARIANT_OPTIONS: dict[str, dict[str, Any]] = {
         "key_radius": None,
         "coeff": 0.9,
         "norm": "self",
+        "past_bias": True,
     },
 }
 # What the paper's own scaling fixes.
@@ -75,6 +76,8 @@ class LanguageModelConfig(ModelConfig):
         norm_place: "pre" or "post" (LayerNorm), "none"; in "lipschitz" "pre" is a CenterNorm.
         coeff: bound of each contractive branch.
         norm: the norm that branches contract in: "self" (Theorem E), "l2", "token" or "linf".
+        past_bias: attention of the earlier tokens is added to a token before its feed-forward part, where it
+            needs no bound (invertible only, in the norm "self", and the default there).
         bound: "kim2021" divides by the published l_inf bound (contractive only).
         head_coeff: bound of the last linear map (lipschitz only).
         vocabulary: the symbols in the order of their numbers, one character each.
@@ -97,6 +100,7 @@ class LanguageModelConfig(ModelConfig):
     norm_place: str | None = None
     coeff: float | None = None
     norm: str | None = None
+    past_bias: bool | None = None
     bound: str | None = None
     head_coeff: float | None = None
     vocabulary: str | None = None
@@ -104,9 +108,12 @@ class LanguageModelConfig(ModelConfig):
     def __post_init__(self) -> None:
         self.check_choice("variant", *VARIANT_OPTIONS)
         own = VARIANT_OPTIONS[self.variant]
-        options = ("value_proj", "key_radius", "norm_place", "coeff", "norm", "bound", "head_coeff")
-        self.check_foreign(self.variant, own, *options)
+        options = ("value_proj", "key_radius", "norm_place", "coeff", "norm", "past_bias", "bound")
+        self.check_foreign(self.variant, own, *options, "head_coeff")
         self.check_choice("bound", "kim2021", None)
+        if "past_bias" in own and self.norm not in (None, "self"):
+            self.check_choice("past_bias", False, None)
+            own = {**own, "past_bias": False}
         self.fill(hidden=4 * self.dim, **({**own, **_KIM2021} if self.bound else own))
         if self.positions == "auto":
             object.__setattr__(self, "positions", "alibi")

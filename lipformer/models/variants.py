@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import nn
 
 from lipformer.flows import ActNorm, InvertibleResidual
-from lipformer.layers import CenterNorm, Contractive, ConvexResidual
+from lipformer.layers import CenterNorm, Contractive, ConvexResidual, PastBias
 from lipformer.models import parts
 from lipformer.models.causal_attention import CausalAttention, DotProductAttention, UntiedL2Attention
 from lipformer.models.config import LanguageModelConfig
@@ -82,6 +82,12 @@ def _build_invertible(config: LanguageModelConfig) -> Body:
     causal = config.norm == "self"
     blocks: list[nn.Module] = []
     for _ in range(config.num_layers):
+        if config.past_bias:
+            # What earlier tokens add to one does not count for its own effect on itself: no division.
+            past = parts.shifted(config, parts.tied_attention(config, orthogonal=False))
+            branch = nn.Sequential(PastBias(config.dim, past), parts.bounded_feed_forward(config))
+            blocks += [InvertibleResidual(branch, config.coeff, mode="causal"), ActNorm(config.dim)]
+            continue
         attention = parts.shifted(config, parts.tied_attention(config, orthogonal=True))
         if causal:
             blocks.append(InvertibleResidual(attention, config.coeff, mode="causal"))

@@ -48,7 +48,7 @@ def branch(past: nn.Module) -> nn.Sequential:
 def test_values_and_steps() -> None:
     layer, x = PastBias(8, attention()).eval(), torch.randn(2, 6, 8)
     moved = torch.cat([torch.zeros(2, 1, 8), x[:, :-1]], 1)
-    torch.testing.assert_close(layer(x), x + call_branch(layer.past[1], moved))
+    torch.testing.assert_close(layer(x), x + call_branch(layer.branch[1], moved))
     rows, cache = [], None
     for tokens in x.split([3, 1, 2], dim=1):
         row, cache = step_module(layer, tokens, cache)
@@ -60,7 +60,7 @@ def test_values_and_steps() -> None:
 def test_a_block_is_invertible_however_strong_the_past(size: float) -> None:
     block = lf.InvertibleResidual(scrambled(branch(attention())), 0.9, mode="causal").double()
     with torch.no_grad():
-        block.branch.module[1].past[1][2].weight.mul_(size)
+        block.branch.module[1].branch[1][2].weight.mul_(size)
     x = torch.randn(2, 5, 2, dtype=F64)
     jacobian = dense_jacobian(block, x[:1]).view(5, 2, 5, 2)
     own = torch.stack([jacobian[i, :, i] for i in range(5)]) - torch.eye(2, dtype=F64)
@@ -82,23 +82,23 @@ def test_a_past_that_sees_the_token_itself_is_refused() -> None:
     x = torch.randn(1, 4, 8, dtype=F64)
     own = dense_jacobian(layer, x).view(4, 8, 4, 8)[1, :, 1]
     assert (own - torch.eye(8, dtype=F64)).abs().max() > 1e-3, "so that 1 would be wrong"
-    with pytest.raises(lf.NotCertifiable, match=r"past\.1\.1 \(L2MultiheadAttention\) is not known"):
+    with pytest.raises(lf.NotCertifiable, match=r"branch\.1\.1 \(L2MultiheadAttention\) is not known"):
         lf.certify(layer, norm="self")
     with pytest.raises(ValueError, match="keep the shape"):
         PastBias(8, nn.Linear(8, 1))(x.float())
 
 
 def _replaced(layer: PastBias) -> None:
-    layer.past[0] = nn.Identity()  # type: ignore[index]
+    layer.branch[0] = nn.Identity()  # type: ignore[index]
 
 
 def _set(layer: PastBias) -> None:
-    layer.past[0].shifted = 4  # type: ignore[index]
+    layer.branch[0].shifted = 4  # type: ignore[index]
 
 
 def _hooked(layer: PastBias) -> None:
     """The hook, like the forward below, is not what the attention's causal=True is about."""
-    layer.past[1].register_forward_pre_hook(lambda _, given: (given[0].flip(1),))  # type: ignore[index]
+    layer.branch[1].register_forward_pre_hook(lambda _, given: (given[0].flip(1),))  # type: ignore[index]
 
 
 def _overridden(layer: PastBias) -> None:
@@ -106,7 +106,7 @@ def _overridden(layer: PastBias) -> None:
         def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
             return x.flip(1)
 
-    layer.past[1] = Reversed(8, 2, batch_first=True, causal=True)  # type: ignore[index]
+    layer.branch[1] = Reversed(8, 2, batch_first=True, causal=True)  # type: ignore[index]
 
 
 @pytest.mark.parametrize("change", [_replaced, _set, _hooked, _overridden])

@@ -84,7 +84,7 @@ def test_no_attack_exceeds_the_certificate(case: str) -> None:
         found = lf.attack_lipschitz(model.body, x, steps=6, restarts=1)
     certificate = lf.certify(model, seq_len=6)
     assert 0.0 < found.value <= certificate.bound
-    assert certificate.bound == lf.certify(model.body, seq_len=6).bound
+    assert certificate.bound <= (1 + 1e-12) * lf.certify(model.body, seq_len=6).bound
 
 
 @pytest.mark.parametrize("case", [name for name in CASES if name not in CERTIFIED])

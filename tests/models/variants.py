@@ -27,6 +27,7 @@ CASES: dict[str, dict[str, Any]] = {
     "lipschitz": {},
     "lipschitz centred": {"norm_place": "pre", "positions": "rotary"},
     "invertible": {},
+    "invertible apart": {"past_bias": False},
     "invertible norm": {"norm": "l2", "coeff": 0.8},
 }
 CERTIFIED = [name for name in CASES if not name.startswith(("dot_product", "l2_untied"))]
