@@ -70,7 +70,7 @@ def _draw(rows: list[Row], figure: Figure) -> None:
     right.set(title=f"after the last, c = {COEFFS[-1]}", xlabel="size of the tokens")
     left[0].set_ylabel("largest error")
     left[0].legend()
-    right.legend()
+    right.legend(fontsize="small")
 
 
 def _judge(rows: list[Row]) -> Finding:

@@ -111,13 +111,16 @@ def _judge(rows: list[Row]) -> Finding:
         return ", ".join(f"{row[f'{bound} / found']:.3g}" for row in told if row["norm"] == panel)
 
     passed = sum(row["certificate / found"] < 1.0 for row in rows)
+    loose = {
+        p: max(row.get("published / found", 0.0) for row in rows if row["norm"] == p) for p in PANELS
+    }
     return Finding(
-        not passed,
+        not passed and loose["linf"] < 2.0 < loose["l2"],
         f"ours is {ratios('l2')} times what attacks find in l2 with "
         f"{', '.join(str(row['tokens']) for row in told if row['norm'] == 'l2')} tokens (published "
         f"{ratios('l2', 'published')}), {ratios('token')} in token, {ratios('linf')} in linf",
-        f"One head, D = 1 as published; {passed} of {len(rows)} certificates were passed. In linf it is "
-        f"the published bound; with D = 4 it is {ratios('linf, D = 4')} times what attacks find.",
+        f"One head, D = 1 as published; {passed} of {len(rows)} certificates were passed. In linf ours "
+        f"is the published bound; with D = 4 it is {ratios('linf, D = 4')} times what attacks find.",
     )
 
 
