@@ -1,0 +1,129 @@
+"""The experiments of the papers run small, keep what they measured, and go on where they were killed."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from lipformer.functional import lambert_w0
+from recipes.papers import inversion, tightness
+from recipes.papers.__main__ import main
+from recipes.papers.experiment import HELD, Clock, Experiment, Finding, Part, Record, Row, Setting
+from recipes.papers.results import NAMES
+
+
+def rows_in(path: Path) -> list[Row]:
+    return [row for part in json.loads(path.read_text())["parts"].values() for row in part["rows"]]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_experiment_runs_small_and_is_not_measured_again(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = [name, "--smoke", "--threads", "1", "--out", str(tmp_path)]
+    assert main(command) == 0
+    out = tmp_path / "smoke"
+    page = (out / f"{name}.md").read_text()
+    assert "Does not hold" not in page
+    assert f"({name}.png)" in page
+    assert page in (out / "RESULTS.md").read_text()
+    assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    rows = rows_in(out / f"{name}.json")
+    assert rows
+    lines = (out / f"{name}.csv").read_text().splitlines()
+    assert len(lines) == 1 + len(rows)
+
+    def refuse(self: Record, clock: Clock) -> None:
+        assert not self.missing
+
+    monkeypatch.setattr(Record, "measure", refuse)
+    (out / f"{name}.md").unlink()
+    assert main(command) == 0
+    assert (out / f"{name}.md").read_text() == page
+
+
+def small(measured: list[str], killed: bool, holds: bool | None) -> Experiment:
+    """Three parts that note when they are measured; the second one may be killed."""
+
+    def work(name: str) -> Row:
+        if killed and name == "b":
+            raise KeyboardInterrupt
+        measured.append(name)
+        return {"name": name, "value": 1.5}
+
+    return Experiment(
+        name="small",
+        title="Small",
+        source="nowhere",
+        claim="nothing.",
+        caption="Nothing.",
+        parts=lambda setting: [Part(name, lambda folder, n=name: work(n)) for name in "abc"],
+        table=lambda rows: rows,
+        draw=lambda rows, figure: None,
+        judge=lambda rows: Finding(holds, "none", "Nothing."),
+    )
+
+
+def test_a_killed_run_goes_on(tmp_path: Path) -> None:
+    measured: list[str] = []
+    setting = Setting("smoke")
+    with pytest.raises(KeyboardInterrupt):
+        Record(small(measured, True, None), setting, tmp_path).measure(Clock(3.0))
+    assert measured == ["a"]
+    again = Record(small(measured, False, None), setting, tmp_path)
+    assert [part.name for part in again.missing] == ["b", "c"]
+    again.measure(Clock(2.0))
+    assert measured == ["a", "b", "c"]
+    assert [row["name"] for row in again.rows] == ["a", "b", "c"]
+    assert rows_in(tmp_path / "small.json") == again.rows
+
+
+def test_what_does_not_hold_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("recipes.papers.__main__.experiment", lambda name: small([], False, False))
+    monkeypatch.setattr("recipes.papers.__main__.results", lambda folder: "")
+    assert main(["small", "--smoke", "--out", str(tmp_path)]) == 1
+    assert HELD[False] in (tmp_path / "smoke" / "small.md").read_text()
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"parts": 3}'])
+def test_a_damaged_record_is_named(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "smoke").mkdir()
+    (tmp_path / "smoke" / "divergence.json").write_text(text)
+    assert main(["divergence", "--smoke", "--out", str(tmp_path)]) != 0
+    assert "divergence.json is not a record" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("norm", "order"), [("l2", 2), ("token", float("inf")), ("linf", float("inf"))])
+def test_clusters_gain_what_their_tokens_gain(norm: str, order: float) -> None:
+    n, side = 9, math.sqrt(1.5 + lambert_w0(8 * math.exp(-1.5)))
+    z = torch.tensor([[side, -side] * (n // 2) + [0.0]]).double()
+    exact = torch.linalg.matrix_norm(tightness.jacobian(z)[0], order).item()
+    found = tightness.attack_clusters(n, norm, 1, steps=0, starts=1)
+    assert found == pytest.approx(exact, rel=1e-9)
+
+
+def test_an_attack_that_passes_a_certificate_is_told() -> None:
+    published = {"l2": 3.0, "token": 0.0, "linf": 1.5, "linf, D = 4": 1.5}
+    for ratio in (1.0, 0.999):
+        rows = [
+            {"tokens": 64, "norm": panel, "published / found": over, "certificate / found": ratio}
+            for panel, over in published.items()
+        ]
+        assert tightness.EXPERIMENT.judge(rows).holds is (ratio == 1.0)
+
+
+@pytest.mark.parametrize(
+    ("l2", "dot", "holds"), [(1e-9, 1.0, True), (1e-9, 1e-9, False), (1.0, 1.0, False)]
+)
+def test_inversion_needs_both_halves_of_its_claim(l2: float, dot: float, holds: bool) -> None:
+    rows = [
+        {"layer": name, "c": 0.9, "size": 1.0, "last": l2 if name == "L2" else dot}
+        for name in inversion.LAYERS
+    ]
+    assert inversion.EXPERIMENT.judge(rows).holds is holds
