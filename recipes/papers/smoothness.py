@@ -138,14 +138,16 @@ def _judge(rows: list[Row]) -> Finding:
     most, last = max(mass, key=lambda row: row["added"]), by_n[-1]
     return Finding(
         sound and 0.45 < slope < 0.6,
-        f"adversarial gains like (n-1)^{slope:.2f}, at most {max(shares):.2f} of a bound; text: {told}",
+        f"adversarial gains like (n-1)^{slope:.2f} to n = {TOKENS}, at most {max(shares):.2f} of a "
+        f"bound; text: {told}",
         f"Layer A = -I, W = I, D = 2. At R = {RADIUS:g}, n = {last['n']} `ball_bound` is "
         f"{last['published'] / last['bound']:.3g} times below Theorem 3.3 and "
         f"{last['bound'] / last['limit']:.4f} of `mean_field_bound`, of which two Diracs reach "
         f"{last['measure'] / last['limit']:.2f}. Splitting adds at most {most['added'] - 1:.1%} "
         f"({most['cloud']} clouds, {most['attention']}, n = {most['tokens']}, {most['decides']}). "
         "Published exponents are of BERT and GPT-2, which could not be fetched here, BERT's with "
-        "residual and LayerNorm; ours are of attention alone. Random weights look evenly at all tokens.",
+        "residual and LayerNorm; ours are of attention alone. Random weights look evenly at all tokens. "
+        f"Beyond n = {TOKENS} adversarial gains grow faster than the root.",
     )
 
 
