@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 import torch.nn.functional as F
@@ -65,11 +66,30 @@ def write_sheet(path: Path, images: Tensor) -> None:
     Image.fromarray(rows.contiguous().numpy()).save(path)
 
 
+def write_hub(folder: Path, images: Tensor, labels: Tensor) -> Path:
+    """A data set as it is on the hub, in "cropped_digits", the second of two configurations."""
+    pictures = [Image.fromarray(image.squeeze(-1).numpy()) for image in images.permute(0, 2, 3, 1)]
+    features = {"image": datasets.Image(), "label": datasets.ClassLabel(num_classes=10)}
+    rows = datasets.Dataset.from_dict(
+        {"image": pictures, "label": labels.tolist()}, features=datasets.Features(features)
+    )
+    configs = []
+    for name, count in (("full_numbers", 1), ("cropped_digits", len(rows))):
+        configs.append({"config_name": name, "data_dir": name})
+        for split in ("train", "test"):
+            some = rows.select(range(count))
+            some.to_parquet(str(folder / name / f"{split}-00000-of-00001.parquet"))
+    (folder / "README.md").write_text(f"---\n{yaml.safe_dump({'configs': configs})}---\n")
+    return folder
+
+
 def write_data(name: str, folder: Path, count: int = 100) -> Path:
     """Made-up files with the names and layout of the packages."""
     folder.mkdir(parents=True, exist_ok=True)
     labels = torch.arange(count) % 10
-    if name == "mnist":
+    if name == "svhn":
+        write_hub(folder, noise(count, 3, 32, 32), labels)
+    elif name == "mnist":
         for part in ("train", "t10k"):
             write_idx(folder / f"{part}-images-idx3-ubyte", noise(count, 28, 28))
             write_idx(folder / f"{part}-labels-idx1-ubyte", labels.to(torch.uint8))
@@ -112,8 +132,9 @@ def test_it_takes_two_steps(path: Path, tmp_path: Path, monkeypatch: pytest.Monk
     name = path.stem.partition("_")[0]
     where = []
     if name != "digits":
+        option = "hub" if name == "svhn" else "directory"
         where = [
-            f"--data.directory={write_data(name, tmp_path / 'data')}",
+            f"--data.{option}={write_data(name, tmp_path / 'data')}",
             "--model.config.num_layers=1",
         ]
     assert run("fit", tmp_path / "out", f"--config={path}", *where) == 0
@@ -147,7 +168,7 @@ def test_validate_and_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[st
         ("--report.attack_steps=0", "0 does not conform"),
         ("--data.train_images=0", "data.train_images"),
         ("--data.shift=-1", "-1 does not conform"),
-        ("--data.name=letters", "'cifar10']. Got value: letters"),
+        ("--data.name=letters", "'svhn']. Got value: letters"),
     ],
 )
 def test_what_a_report_could_not_be_made_with_is_refused_before_training(

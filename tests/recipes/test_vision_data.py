@@ -6,14 +6,12 @@ import io
 import tarfile
 from pathlib import Path
 
-import datasets
 import pytest
 import torch
-from PIL import Image
 
 from recipes.vision import fetch
 from recipes.vision.data import DATASETS, ImageData, ImageDataset, from_hub, read_idx, read_sheet
-from tests.recipes.test_vision import noise, write_data, write_idx, write_sheet
+from tests.recipes.test_vision import noise, write_data, write_hub, write_idx, write_sheet
 from training.errors import BadInput
 
 
@@ -97,6 +95,7 @@ def test_digits_are_split_once_and_for_all() -> None:
     for options in (
         {"directory": "x"},
         {"name": "mnist", "directory": "x", "hub": "y"},
+        {"name": "svhn", "directory": "x"},
     ):
         with pytest.raises(BadInput, match="--data"):
             ImageData(**options)  # type: ignore[arg-type]
@@ -122,17 +121,11 @@ def test_images_are_moved_within_their_frame() -> None:
 def test_a_data_set_of_the_hub_is_read(channels: int, tmp_path: Path) -> None:
     """The same calls, on files of the same form."""
     images = noise(4, channels, 6, 6)
-    rows = [
-        image.squeeze(0).numpy() if channels == 1 else image.permute(1, 2, 0).numpy() for image in images
-    ]
-    features = datasets.Features(
-        {"image": datasets.Image(), "label": datasets.ClassLabel(names=["a", "b"])}
+    write_hub(tmp_path, images, torch.tensor([0, 1, 1, 0]))
+    folder, config = (
+        (tmp_path / "cropped_digits", None) if channels == 1 else (tmp_path, "cropped_digits")
     )
-    for split in ("train", "test"):
-        columns = {"image": [Image.fromarray(row) for row in rows], "label": [0, 1, 1, 0]}
-        table = datasets.Dataset.from_dict(columns, features=features)
-        table.to_parquet(str(tmp_path / f"{split}-00000-of-00001.parquet"))
-    train, test = from_hub(str(tmp_path), channels)
+    train, test = from_hub(str(folder), channels, config)
     assert torch.equal(train.images, images)
     assert test.labels.tolist() == [0, 1, 1, 0]
 
