@@ -15,7 +15,7 @@ from recipes.output import exit_code, markdown, parser, write_text
 from recipes.papers.experiment import HELD, Experiment, read_record, rows_of, section
 from training.errors import BadInput
 
-NAMES = ("divergence",)
+NAMES = ("divergence", "peers")
 """The experiments, in the order in which they are told."""
 
 _INTRODUCTION = """# Results
