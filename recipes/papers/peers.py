@@ -315,7 +315,7 @@ def _parts(setting: Setting) -> list[Part]:
         for n in setting.pick([16], [256], [256, 1024])
     ]
     steep = setting.pick((SCALES[:2], 1), (SCALES, 8), (SCALES, 32))
-    trained = setting.pick((8, 2, 1, 0.0), (128, 50, 2, 5.0), (256, 50, 10, 30.0))
+    trained = setting.pick((8, 2, 1, 0.0), (128, 50, 2, 5.0), (256, 50, 4, 20.0))
     return [
         Part("versions", versions, 0.1),
         *timed,
