@@ -368,7 +368,11 @@ def _judge(rows: list[Row]) -> Finding:
         and largest(det, "lipformer", ["eval, nats", "eval, gradient"]) < 1e-9
         and all(value["tool", BELOW, m] <= value["tool", ABOVE, m] * (1.0 + 1e-9) for m in models)
     )
-    takes = [f"{v:.2f} at {c}" for (p, n, c), v in value.items() if p == "attention" and n == OURS]
+    takes = [
+        f"{v:.2f} at {c.removesuffix(', time')}"
+        for (p, n, c), v in value.items()
+        if p == "attention" and n == OURS
+    ]
     solvers = dict.fromkeys(n.replace(",", "").split()[0] for p, n, _ in value if p == "inverse")
     errors = [f"{name} {largest('inverse', name, BRANCHES):.1e}" for name in solvers]
     missing = [n for p, n, _ in value if p == "peer" and value[p, n, "version"] is None]
