@@ -17,6 +17,7 @@ import argparse
 import itertools
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,24 +61,32 @@ def branches(dim: int, heads: int, length: int, coeff: float) -> dict[str, Inver
     }
 
 
-def peer_solvers(net: nn.Module, dim: int) -> dict[str, Callable[[Tensor], Tensor]]:
-    """The inverses of normflows and FrEIA around this branch."""
+def peer_blocks(net: nn.Module, dim: int) -> dict[str, nn.Module]:
+    """The blocks of normflows and FrEIA around this branch, as far as they are installed."""
+    blocks: dict[str, nn.Module] = {}
     with warnings.catch_warnings():
         # FrEIA's docstrings have invalid escapes, which Python warns of when it compiles them.
         warnings.simplefilter("ignore")
-        try:
-            from FrEIA.modules import IResNetLayer
+        with suppress(ImportError):
             from normflows.flows import Residual
-        except ImportError as error:
-            raise SystemExit(
-                f"the peers are missing ({error}): pip install 'lipformer[flows]'"
-            ) from error
-    residual, layer = Residual(net, reverse=False).eval(), IResNetLayer([(dim,)])
-    layer.residual = net
-    return {
-        "normflows Residual": residual.iresblock.inverse,
-        "FrEIA IResNetLayer": lambda y: layer([y], rev=True, jac=False)[0][0],
-    }
+
+            blocks["normflows Residual"] = Residual(net, reverse=False).to(next(net.parameters()))
+        with suppress(ImportError):
+            from FrEIA.modules import IResNetLayer
+
+            layer = blocks["FrEIA IResNetLayer"] = IResNetLayer([(dim,)])
+            layer.residual = net
+    return blocks
+
+
+def peer_solvers(net: nn.Module, dim: int) -> dict[str, Callable[[Tensor], Tensor]]:
+    """The inverses of the same."""
+
+    def solve(name: str, block: Any, y: Tensor) -> Tensor:
+        block.eval()
+        return block([y], rev=True, jac=False)[0][0] if "FrEIA" in name else block.iresblock.inverse(y)
+
+    return {name: partial(solve, name, block) for name, block in peer_blocks(net, dim).items()}
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -90,7 +91,8 @@ class Experiment:
         claim: what is claimed there.
         caption: of the figure.
         parts: what is to be measured.
-        table: the rows of its table, of all rows that were measured.
+        table: the rows of its table, of all rows that were measured; a new table begins where the
+            first column has another name.
         draw: draws the rows into a figure.
         judge: what came out.
     """
@@ -256,12 +258,13 @@ def section(experiment: Experiment, rows: list[Row], pictures: str = "") -> str:
         pictures: what stands before the name of a picture: a directory and a slash.
     """
     found = experiment.judge(rows)
+    tables = groupby(experiment.table(rows), lambda row: next(iter(row)))
     lines = [
         f"### {experiment.title}",
         f"{experiment.source}. Claimed: {experiment.claim}",
         f"![{experiment.title}]({pictures}{experiment.name}.png)",
         f"*{experiment.caption}*",
-        markdown(padded(experiment.table(rows))),
+        *(markdown(padded(list(table))) for _, table in tables),
         f"{HELD[found.holds]}: {found.figure}. {found.text}",
     ]
     return "\n\n".join(lines) + "\n"
