@@ -76,8 +76,8 @@ class LanguageModelConfig(ModelConfig):
         norm_place: "pre" or "post" (LayerNorm), "none"; in "lipschitz" "pre" is a CenterNorm.
         coeff: bound of each contractive branch.
         norm: the norm that branches contract in: "self" (Theorem E), "l2", "token" or "linf".
-        past_bias: attention of the earlier tokens is added to a token before its feed-forward part, where it
-            needs no bound (invertible only, in the norm "self", and the default there).
+        past_bias: attention of the earlier tokens is added to a token before its feed-forward part,
+            where it needs no bound (invertible only, in the norm "self", and the default there).
         bound: "kim2021" divides by the published l_inf bound (contractive only).
         head_coeff: bound of the last linear map (lipschitz only).
         vocabulary: the symbols in the order of their numbers, one character each.
@@ -112,7 +112,8 @@ class LanguageModelConfig(ModelConfig):
         self.check_foreign(self.variant, own, *options, "head_coeff")
         self.check_choice("bound", "kim2021", None)
         if "past_bias" in own and self.norm not in (None, "self"):
-            self.check_choice("past_bias", False, None)
+            if self.past_bias:
+                raise ValueError(f"past_bias=True needs norm='self', got norm={self.norm!r}")
             own = {**own, "past_bias": False}
         self.fill(hidden=4 * self.dim, **({**own, **_KIM2021} if self.bound else own))
         if self.positions == "auto":
