@@ -68,7 +68,7 @@ def test_outputs_and_gradients_are_those_of_layers_alone(variant: str) -> None:
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-11)
 
 
-@pytest.mark.parametrize(("variant", "calls"), [("contractive", 1), ("lipschitz", 3), ("invertible", 2)])
+@pytest.mark.parametrize(("variant", "calls"), [("contractive", 1), ("lipschitz", 3), ("invertible", 1)])
 def test_one_call_for_each_shape(variant: str, calls: int, stacks: list[torch.Size]) -> None:
     model = model_of(variant)
     stacks.clear()

@@ -206,10 +206,14 @@ def test_a_foreign_config_is_named(text: str, message: str, tmp_path: Path) -> N
 def test_weights_of_another_model_are_named(tmp_path: Path) -> None:
     model = build("l2")
     for other in (build("l2", dim=32), build("contractive")):
+        model.save_pretrained(tmp_path / "model")
+        other.save_pretrained(tmp_path / "other")
+        (tmp_path / "other" / "model.safetensors").replace(tmp_path / "model" / "model.safetensors")
+        with pytest.raises(ValueError, match="was not saved with this config"):
+            LanguageModel.from_pretrained(tmp_path / "model")
         other.config = model.config
-        other.save_pretrained(tmp_path)
-        with pytest.raises(RuntimeError, match="body"):
-            LanguageModel.from_pretrained(tmp_path)
+        with pytest.raises(ValueError, match="cannot be loaded from its config"):
+            other.save_pretrained(tmp_path / "other")
 
 
 def test_a_file_is_no_directory(tmp_path: Path) -> None:

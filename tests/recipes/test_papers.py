@@ -20,6 +20,12 @@ def rows_in(path: Path) -> list[Row]:
     return [row for part in json.loads(path.read_text())["parts"].values() for row in part["rows"]]
 
 
+@pytest.fixture(autouse=True)
+def _keep_denormals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a command sets for its process would stay for the other tests."""
+    monkeypatch.setattr(torch, "set_flush_denormal", lambda mode: True)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_an_experiment_runs_small_and_is_not_measured_again(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
