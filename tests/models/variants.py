@@ -26,6 +26,14 @@ CASES: dict[str, dict[str, Any]] = {
     "contractive kim2021": {"bound": "kim2021"},
     "lipschitz": {},
     "lipschitz centred": {"norm_place": "pre", "positions": "rotary"},
+    "lipschitz gathered": {
+        "gather": 3,
+        "norm": "token",
+        "token_shift": False,
+        "embedding_rms": 1.0,
+        "attention_weight": 0.2,
+        "feed_forward_weight": 1.0,
+    },
     "invertible": {},
     "invertible norm": {"norm": "l2", "coeff": 0.8},
 }
