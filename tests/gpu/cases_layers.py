@@ -180,6 +180,7 @@ PLAIN = [
     new(lf.TokenMean),
     new(lf.TokenShift, 8),
     new(lf.TokenShift, 8, shifted=2),
+    new(lf.layers.TokenStack, 8, 3),
     new(lf.Residual, new(lf.FeedForward, 8, 16)),
     new(lf.ConvexResidual, new(lf.FeedForward, 8, 16), weight=0.3),
     new(lf.ConvexResidual, CONTRACTIVE),
@@ -199,6 +200,7 @@ LAYERS = by_name(
         Case(new(lf.Residual, CONTRACTIVE), named={"key_padding_mask": padding}),
         Case(new(lf.ConvexResidual, CONTRACTIVE), named={"key_padding_mask": padding}),
         Case(new(lf.TokenShift, 8), named={"key_padding_mask": padding}),
+        Case(new(lf.layers.TokenStack, 8, 3), named={"key_padding_mask": padding}),
         *(
             Case(new(lf.layers.NullKeyAttention, 8, 2, batch_first=True, **form), named=named)
             for form, named in (
