@@ -119,8 +119,8 @@ class LanguageModelConfig(ModelConfig):
         self.check_choice("variant", *VARIANT_OPTIONS)
         own = VARIANT_OPTIONS[self.variant]
         options = ("value_proj", "key_radius", "norm_place", "coeff", "norm", "bound", "head_coeff")
-        options += ("gather", "attention_weight", "feed_forward_weight")
-        self.check_foreign(self.variant, own, *options)
+        weights = ("attention_weight", "feed_forward_weight")
+        self.check_foreign(self.variant, own, *options, "gather", *weights)
         self.check_choice("bound", "kim2021", None)
         self.fill(hidden=4 * self.dim, **({**own, **_KIM2021} if self.bound else own))
         if self.positions == "auto":
