@@ -34,8 +34,17 @@ VARIANT = "invertible"
 _CALIBRATION = 32
 
 
+def _nats(logits: Tensor, targets: Tensor) -> Tensor:
+    """The sum of -log p over the symbols (B, N) that are not padding, for logits (B, N, V)."""
+    return F.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+    )
+
+
 class LanguageModule(L.LightningModule):
     """A character model and how it is trained, evaluated in nats and bits per character.
+
+    The accuracy is the share of symbols that have the largest logit.
 
     Args:
         config: the model; vocab_size and vocabulary are the data's, whatever is given.
@@ -130,10 +139,7 @@ class LanguageModule(L.LightningModule):
 
     def nats(self, batch: Batch) -> Tensor:
         """The sum of -log p over the symbols of a batch, in nats."""
-        logits = self.model(batch.inputs)
-        return F.cross_entropy(
-            logits.flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
-        )
+        return _nats(self.model(batch.inputs), batch.targets)
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         """Makes what is random in a step a function of seed, process and step.
@@ -152,13 +158,16 @@ class LanguageModule(L.LightningModule):
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Adds up the nats of the validation text."""
+        """Adds up the nats of the validation text, and the symbols that were thought likeliest."""
         wide = torch.float32 if self.device.type == "mps" else torch.float64
-        found = torch.stack([self.nats(batch).to(wide), batch.symbols.to(wide)])
+        logits = self.model(batch.inputs)
+        hits = (logits.argmax(-1) == batch.targets).sum()
+        nats = _nats(logits, batch.targets)
+        found = torch.stack([nats.to(wide), hits.to(wide), batch.symbols.to(wide)])
         self._sums = found if self._sums is None else self._sums + found
 
     def on_validation_epoch_end(self) -> None:
-        """Nats and bits per character of the validation text."""
+        """Nats and bits per character of the validation text, and the accuracy."""
         self._log_mean("val")
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
@@ -166,17 +175,18 @@ class LanguageModule(L.LightningModule):
         self.validation_step(batch, batch_idx)
 
     def on_test_epoch_end(self) -> None:
-        """Nats and bits per character of the test text."""
+        """Nats and bits per character of the test text, and the accuracy."""
         self._log_mean("test")
 
     def _log_mean(self, stage: str) -> None:
         """The mean over all symbols of all processes (Lightning's own rounds the number of symbols)."""
         assert self._sums is not None
-        total, count = self._strategy.reduce(self._sums, reduce_op="sum")
+        total, hits, count = self._strategy.reduce(self._sums, reduce_op="sum")
         self._sums = None
         nats = (total / count).float()
         self.log(f"{stage}/nats", nats, prog_bar=True, sync_dist=True)
         self.log(f"{stage}/bits", nats / math.log(2.0), prog_bar=True, sync_dist=True)
+        self.log(f"{stage}/accuracy", (hits / count).float(), sync_dist=True)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """AdamW and the schedule, stepped with each update."""

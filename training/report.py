@@ -138,6 +138,7 @@ def summary(
     wanted = {
         "val/nats": ("validation, nats per character", "{:.4f}"),
         "val/bits": ("validation, bits per character", "{:.4f}"),
+        "val/accuracy": ("validation, accuracy of the likeliest character", "{:.4f}"),
         "certificate/bound": ("certified Lipschitz constant, embedded characters to logits", "{:.6g}"),
         "certificate/estimate": ("largest gain an attack reaches (lower estimate)", "{:.6g}"),
         "certificate/local": ("certified around validation text, in a small ball", "{:.6g}"),

@@ -22,6 +22,7 @@ from lipformer.layers.spectral import SpectralBound, SpectralLinear, spectral_bo
 from lipformer.layers.token_mean import SubtractMean, TokenMean
 from lipformer.layers.token_norms import BallProjection, CenterNorm
 from lipformer.layers.token_shift import TokenShift
+from lipformer.layers.token_stack import TokenStack
 from lipformer.layers.token_wise import register_token_wise
 
 __all__ = [
@@ -48,6 +49,7 @@ __all__ = [
     "SubtractMean",
     "TokenMean",
     "TokenShift",
+    "TokenStack",
     "bake",
     "convert_attention",
     "distill_attention",

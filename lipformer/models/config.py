@@ -31,6 +31,9 @@ VARIANT_OPTIONS: dict[str, dict[str, Any]] = {
         "coeff": 1.0,
         "norm": "l2",
         "head_coeff": 32.0,
+        "gather": 1,
+        "attention_weight": 0.5,
+        "feed_forward_weight": 0.5,
     },
     "invertible": {
         "token_shift": True,
@@ -80,6 +83,13 @@ class LanguageModelConfig(ModelConfig):
             where it needs no bound (invertible only, in the norm "self", and the default there).
         bound: "kim2021" divides by the published l_inf bound (contractive only).
         head_coeff: bound of the last linear map (lipschitz only).
+        gather: K: the trunk begins with a :class:`lipformer.layers.TokenStack` of the last K tokens,
+            D / 4 features of each, between orthogonal maps (lipschitz only, D even); 1 for none.
+        attention_weight: a in the convex residual (1 - a) x + a attention(x) (lipschitz only).
+        feed_forward_weight: likewise around the feed-forward part; 1 for no residual.
+        embedding_rms: root mean square of the features of each embedded symbol, whose length is then
+            that times the root of D: a certificate can then not be evaded by large embeddings. None for
+            learned lengths.
         vocabulary: the symbols in the order of their numbers, one character each.
     """
 
@@ -103,13 +113,18 @@ class LanguageModelConfig(ModelConfig):
     past_bias: bool | None = None
     bound: str | None = None
     head_coeff: float | None = None
+    gather: int | None = None
+    attention_weight: float | None = None
+    feed_forward_weight: float | None = None
+    embedding_rms: float | None = None
     vocabulary: str | None = None
 
     def __post_init__(self) -> None:
         self.check_choice("variant", *VARIANT_OPTIONS)
         own = VARIANT_OPTIONS[self.variant]
         options = ("value_proj", "key_radius", "norm_place", "coeff", "norm", "past_bias", "bound")
-        self.check_foreign(self.variant, own, *options, "head_coeff")
+        lipschitz = ("head_coeff", "gather", "attention_weight", "feed_forward_weight")
+        self.check_foreign(self.variant, own, *options, *lipschitz)
         self.check_choice("bound", "kim2021", None)
         if "past_bias" in own and self.norm not in (None, "self"):
             if self.past_bias:
@@ -121,7 +136,9 @@ class LanguageModelConfig(ModelConfig):
         if self.slopes is not None:
             object.__setattr__(self, "slopes", tuple(self.slopes))
         self.check_positive("vocab_size", "dim", "num_heads", "num_layers", "hidden", "max_len")
-        self.check_positive("query_scale", "coeff", "head_coeff", "key_radius")
+        self.check_positive(
+            "query_scale", "coeff", "head_coeff", "key_radius", "embedding_rms", "gather"
+        )
         self._check_choices()
 
     def _check_choices(self) -> None:
@@ -141,6 +158,8 @@ class LanguageModelConfig(ModelConfig):
                 "key_radius has no bound in the linf norm: norm='self', 'l2' or 'token', got "
                 f"key_radius={self.key_radius!r}, norm={self.norm!r}"
             )
+        if (self.gather or 1) > 1 and self.dim % 2:
+            raise ValueError(f"gather needs an even dim, got gather={self.gather}, dim={self.dim}")
         symbols = self.vocabulary
         if symbols is not None and not len(set(symbols)) == len(symbols) == self.vocab_size:
             raise ValueError(

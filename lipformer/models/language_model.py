@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lipformer.certificate import Ask, Bound, register_bound
@@ -78,6 +79,8 @@ class LanguageModel(OnePass, SavedModel):
                 "is allowed"
             )
         x = self.embedding(tokens)
+        if self.config.embedding_rms is not None:
+            x = F.normalize(x, dim=-1) * (self.config.embedding_rms * math.sqrt(self.config.dim))
         if self.config.positions == "sinusoidal":
             place = torch.arange(offset, end, device=tokens.device)
             x = x + sinusoids(place, self.config.dim).to(x.dtype)

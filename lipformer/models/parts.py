@@ -7,7 +7,15 @@ import math
 import torch
 from torch import Tensor, nn
 
-from lipformer.layers import FeedForward, L2MultiheadAttention, Residual, SpectralLinear, TokenShift
+from lipformer.layers import (
+    FeedForward,
+    L2MultiheadAttention,
+    MaxMin,
+    Residual,
+    SpectralLinear,
+    TokenShift,
+    TokenStack,
+)
 from lipformer.layers.scaled import Scaled
 from lipformer.models.config import LanguageModelConfig
 
@@ -69,6 +77,23 @@ def enlarge_keys(layer: L2MultiheadAttention) -> None:
 def shifted(config: LanguageModelConfig, attention: nn.Module) -> nn.Module:
     """The attention behind a TokenShift, where the config wants one."""
     return nn.Sequential(TokenShift(config.dim), attention) if config.token_shift else attention
+
+
+def gathered(config: LanguageModelConfig) -> list[nn.Module]:
+    """What shows each token those before it at the start of the trunk, where the config wants it.
+
+    Embedded symbols are few and span few directions, so that a quarter of the features hold what is
+    gathered of each; the embedding learns to lie there.
+    """
+    count, width = config.gather or 1, max(1, config.dim // 4)
+    if count == 1:
+        return []
+    return [
+        SpectralLinear(config.dim, width, bias=False, mode="orthogonal"),
+        TokenStack(width, count),
+        SpectralLinear(count * width, config.dim, mode="orthogonal"),
+        MaxMin(),
+    ]
 
 
 @torch.no_grad()

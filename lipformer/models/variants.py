@@ -65,15 +65,18 @@ def _contractive(config: LanguageModelConfig) -> Contractive:
 
 
 def _build_lipschitz(config: LanguageModelConfig) -> Body:
-    def block(branch: nn.Module) -> nn.Module:
+    def block(branch: nn.Module, weight: float | None) -> nn.Module:
+        assert weight is not None
         if config.norm_place == "pre":
             branch = nn.Sequential(CenterNorm(config.dim), branch)
-        return ConvexResidual(branch)
+        return ConvexResidual(branch, weight)
 
-    blocks: list[nn.Module] = []
+    blocks = parts.gathered(config)
     for _ in range(config.num_layers):
-        attention = parts.shifted(config, _contractive(config))
-        blocks += [block(attention), block(parts.bounded_feed_forward(config))]
+        blocks += [
+            block(parts.shifted(config, _contractive(config)), config.attention_weight),
+            block(parts.bounded_feed_forward(config), config.feed_forward_weight),
+        ]
     return Body(nn.Sequential(*blocks), nn.Sequential(parts.bounded_head(config)))
 
 

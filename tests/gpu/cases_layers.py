@@ -181,6 +181,7 @@ PLAIN = [
     new(lf.TokenShift, 8),
     new(lf.TokenShift, 8, shifted=2),
     new(lf.layers.PastBias, 8, new(lf.FeedForward, 8, 16)),
+    new(lf.layers.TokenStack, 8, 3),
     new(lf.Residual, new(lf.FeedForward, 8, 16)),
     new(lf.ConvexResidual, new(lf.FeedForward, 8, 16), weight=0.3),
     new(lf.ConvexResidual, CONTRACTIVE),
@@ -204,6 +205,7 @@ LAYERS = by_name(
             new(lf.layers.PastBias, 8, attention(causal=True, value_proj=False, max_len=6)),
             named={"key_padding_mask": padding},
         ),
+        Case(new(lf.layers.TokenStack, 8, 3), named={"key_padding_mask": padding}),
         *(
             Case(new(lf.layers.NullKeyAttention, 8, 2, batch_first=True, **form), named=named)
             for form, named in (

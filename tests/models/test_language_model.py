@@ -103,6 +103,19 @@ def test_the_lipschitz_model_has_one_number_at_any_length() -> None:
     assert lf.certify(model, norm="l2", seq_len=100_000).bound <= 4.0 * (1.0 + 1e-12)
 
 
+def test_a_gathering_model_has_one_number_in_the_token_norm() -> None:
+    model = build("lipschitz gathered", head_coeff=2.0)
+    fit(model, 10, lr=3e-2)
+    certificate = lf.certify(model, norm="token")
+    assert certificate.seq_len is None
+    assert certificate.bound <= 2.0 * (1.0 + 1e-12)
+    x = model.embed(tokens(1, 9)).detach()
+    torch.testing.assert_close(x.norm(dim=-1), torch.full((1, 9), math.sqrt(D)))
+    with lf.frozen(model):
+        found = lf.attack_lipschitz(model.body, x, norm="token", steps=6, restarts=1)
+    assert 0.2 < found.value <= certificate.bound
+
+
 @pytest.mark.parametrize("case", ["contractive", "contractive l2 pre", "contractive kim2021"])
 def test_contractive_attention_keeps_its_coefficient(case: str) -> None:
     model = build(case)

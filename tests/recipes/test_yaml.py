@@ -22,7 +22,8 @@ RECIPES = ROOT / "recipes"
 NAMES = {*VARIANTS, "contractive_kim2021"}
 PTB = sorted((RECIPES / "ptb").glob("*.yaml"))
 SMALL = sorted((RECIPES / "ptb" / "small").glob("*.yaml"))
-ALL = [RECIPES / "quickstart.yaml", RECIPES / "finetune.yaml", *PTB, *SMALL]
+SHAKESPEARE = sorted((RECIPES / "shakespeare").glob("*.yaml"))
+ALL = [RECIPES / "quickstart.yaml", RECIPES / "finetune.yaml", *PTB, *SMALL, *SHAKESPEARE]
 
 
 def relative(path: Path) -> str:
@@ -115,7 +116,7 @@ def _as_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PL_GLOBAL_SEED", "0")
 
 
-@pytest.mark.parametrize("path", [RECIPES / "quickstart.yaml", *SMALL], ids=relative)
+@pytest.mark.parametrize("path", [RECIPES / "quickstart.yaml", *SMALL, *SHAKESPEARE], ids=relative)
 def test_it_takes_two_steps(path: Path, tmp_path: Path) -> None:
     take_two_steps(path, tmp_path, *NARROW)
 

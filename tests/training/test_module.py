@@ -109,14 +109,17 @@ def test_validation_is_the_mean_over_symbols(tmp_path: Path) -> None:
     judge = trainer()
     (metrics,) = judge.validate(model, corpus, verbose=False)
     model.eval()
-    total, count = 0.0, 0
+    total, hits, count = 0.0, 0, 0
     with torch.no_grad():
         for batch in corpus.val_dataloader():
             total += model.nats(batch).item()
+            hits += int((model(batch.inputs).argmax(-1) == batch.targets).sum())
             count += int((batch.targets != IGNORE_INDEX).sum())
     assert count == len(corpus.texts["valid"]) - 1
     assert metrics["val/nats"] == pytest.approx(total / count, rel=1e-6)
     assert metrics["val/bits"] == pytest.approx(total / count / math.log(2.0), rel=1e-6)
+    assert metrics["val/accuracy"] == pytest.approx(hits / count, rel=1e-6)
+    assert 0 < hits < count
 
 
 def test_it_starts_from_a_saved_model(tmp_path: Path) -> None:
