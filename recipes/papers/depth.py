@@ -36,9 +36,10 @@ def _parts(setting: Setting) -> list[Part]:
     deep = (2, 4, 6, 8, 10, 12, 14, 16, 18, 24, 32, 48)
     return [
         Part(f"{v} {n} {s}", partial(measure, v, n, s, setting), n)
+        for s in range(setting.pick(1, 1, 3))
         for n in setting.pick((2,), (2, 6, 12), deep)
         for v in VARIANTS
-        for s in range(3 if setting.level == "full" and n <= SEVERAL_SEEDS else 1)
+        if s == 0 or n <= SEVERAL_SEEDS
     ]
 
 
