@@ -125,7 +125,7 @@ class Clock:
     def tick(self, cost: float, seconds: float) -> str:
         """Counts a finished part; says what is left."""
         self.left, self.done, self.seconds = self.left - cost, self.done + cost, self.seconds + seconds
-        minutes = self.left * self.seconds / self.done / 60.0
+        minutes = max(0.0, self.left) * self.seconds / self.done / 60.0
         return f"{seconds:.0f} s; about {minutes:.1f} minutes left"
 
 
@@ -175,6 +175,7 @@ class Record:
                 "level": self._level,
                 "torch": torch.__version__,
                 "machine": f"{platform.machine()}, {os.cpu_count()} cores, no GPU was used",
+                "missing": [part.name for part in self.missing],
                 "parts": self.kept,
             }
             write_text(self._path, json.dumps(document, indent=1, allow_nan=False) + "\n")
@@ -195,7 +196,7 @@ def read_record(path: Path) -> dict[str, Any]:
     """The document of an experiment's JSON file."""
     try:
         document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        document["parts"].items()
+        document["parts"].items(), len(document["missing"])
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise BadInput(f"{path} is not a record of an experiment ({error}); delete it") from error
     return document

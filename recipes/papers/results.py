@@ -67,10 +67,10 @@ def results(folder: Path, pictures: str = "") -> str:
     overview, sections, missing = [], [], []
     for name in NAMES:
         path = folder / f"{name}.json"
-        if not path.exists():
+        document = read_record(path) if path.exists() else {"missing": "all"}
+        if document["missing"]:
             missing.append(name)
             continue
-        document = read_record(path)
         told, rows = experiment(name), rows_of(document["parts"])
         found = told.judge(rows)
         level = "" if document["level"] == "full" else f" --{document['level']}"
