@@ -67,8 +67,8 @@ def results(folder: Path, pictures: str = "") -> str:
     overview, sections, missing = [], [], []
     for name in NAMES:
         path = folder / f"{name}.json"
-        document = read_record(path) if path.exists() else {"missing": "all"}
-        if document["missing"]:
+        document = read_record(path) if path.exists() else {}
+        if document.get("missing", True):
             missing.append(name)
             continue
         told, rows = experiment(name), rows_of(document["parts"])

@@ -133,8 +133,9 @@ def _judge(rows: list[Row]) -> Finding:
     sound &= all(row["attack"] <= 1.01 * row["split"] for row in mass if row["split"])
 
     def slope(most: float) -> float:
-        found = [(math.log(r["n"] - 1), math.log(r["gain"])) for r in by_n if r["n"] <= most]
-        return statistics.linear_regression(*zip(*found, strict=True)).slope
+        some = [row for row in by_n if row["n"] <= most]
+        tokens = [math.log(row["n"] - 1) for row in some]
+        return statistics.linear_regression(tokens, [math.log(row["gain"]) for row in some]).slope
 
     tenth = math.exp(2.0 * RADIUS**2) / 10.0
     real = {row["layer"]: row["exponent"] for row in rows if row.get("model") == "MiniLM"}.values()
@@ -143,7 +144,8 @@ def _judge(rows: list[Row]) -> Finding:
     return Finding(
         sound,
         f"no gain above a bound (at most {max(shares):.2f} of it); adversarial gains like "
-        f"(n-1)^{slope(TOKENS):.2f} to n = {TOKENS}, (n-1)^{slope(tenth):.2f} to {tenth:.0f}; text: {told}",
+        f"(n-1)^{slope(TOKENS):.2f} to n = {TOKENS}, (n-1)^{slope(tenth):.2f} to {tenth:.0f}; "
+        f"text: {told}",
         f"Layer A = -I, W = I, D = 2. At R = {RADIUS:g}, n = {last['n']} `ball_bound` is "
         f"{last['published'] / last['bound']:.3g} times below Theorem 3.3 and "
         f"{last['bound'] / last['limit']:.4f} of `mean_field_bound`, of which two Diracs reach "
