@@ -102,7 +102,7 @@ def run(arguments: list[str]) -> None:
     options.add_argument("--system", choices=[*SYSTEMS], default="lj13", help="of particles")
     options.add_argument("--pairs", type=float, default=1.0, help="factor of the pairs' energy")
     options.add_argument("--trap", type=float, help="k of the trap, in place of the system's own")
-    options.add_argument("--points", type=int, default=16, help="of the quadrature")
+    options.add_argument("--points", type=int, default=32, help="of the quadrature")
     options.add_argument("--chains", type=int, default=200, help="side by side, at each point")
     options.add_argument("--draws", type=int, default=50, help="of each chain, 10 sweeps apart")
     options.add_argument("--burn", type=int, default=300, help="sweeps before the first draw")
