@@ -150,8 +150,9 @@ def recipe_commands(
         own.update({"data.test_images": 16, "report.eps": [0.1]})
     options: list[object] = [f"--{name}={value}" for name, value in own.items()]
     name = path.stem.partition("_")[0]
-    if name in {"mnist", "cifar10"}:
-        options += [f"--data.directory={test_vision.write_data(name, folder / 'data')}"]
+    if name in {"mnist", "cifar10", "svhn"}:
+        kind = "hub" if name == "svhn" else "directory"
+        options += [f"--data.{kind}={test_vision.write_data(name, folder / 'data')}"]
     if name == "movies":
         options += [f"--data.path={test_classify.write_movies(folder / 'data')}"]
     if name == "pretrained":
