@@ -144,7 +144,7 @@ def bounded_head(config: LanguageModelConfig) -> Scaled:
     """
     assert config.head_coeff is not None
     head = small(SpectralLinear(config.dim, config.vocab_size), std=0.02 / config.head_coeff)
-    return Scaled(head, torch.tensor(config.head_coeff))
+    return Scaled(head, torch.tensor(float(config.head_coeff)))
 
 
 @torch.no_grad()

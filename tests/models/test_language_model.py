@@ -104,7 +104,7 @@ def test_the_lipschitz_model_has_one_number_at_any_length() -> None:
 
 
 def test_a_gathering_model_has_one_number_in_the_token_norm() -> None:
-    model = build("lipschitz gathered", head_coeff=2.0)
+    model = build("lipschitz gathered", head_coeff=2)  # a whole number is a number
     fit(model, 10, lr=3e-2)
     certificate = lf.certify(model, norm="token")
     assert certificate.seq_len is None
