@@ -11,6 +11,7 @@ from typing import Any, Literal
 import lightning as L
 import torch
 import torch.nn.functional as F
+from jsonargparse.typing import PositiveFloat
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
@@ -34,13 +35,6 @@ VARIANT = "invertible"
 _CALIBRATION = 32
 
 
-def _nats(logits: Tensor, targets: Tensor) -> Tensor:
-    """The sum of -log p over the symbols (B, N) that are not padding, for logits (B, N, V)."""
-    return F.cross_entropy(
-        logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
-    )
-
-
 class LanguageModule(L.LightningModule):
     """A character model and how it is trained, evaluated in nats and bits per character.
 
@@ -56,6 +50,9 @@ class LanguageModule(L.LightningModule):
         final_lr: what is left of lr at the end of cosine.
         weight_decay: of linear weights; biases, norms, temperatures and embeddings never decay.
         betas: of AdamW.
+        temperature: divides the logits before the softmax, in the loss and in nats: logits of a model
+            with a small constant may be too close to each other for a sharp prediction. Text is
+            drawn as it was trained with the same temperature in ``generate``.
         compile: run the model through torch.compile.
     """
 
@@ -71,6 +68,7 @@ class LanguageModule(L.LightningModule):
         final_lr: float = 0.1,
         weight_decay: float = 0.01,
         betas: tuple[float, float] = (0.9, 0.99),
+        temperature: PositiveFloat = 1.0,
         compile: bool = False,
     ) -> None:
         super().__init__()
@@ -80,6 +78,7 @@ class LanguageModule(L.LightningModule):
         self.config, self.pretrained = config, pretrained
         self.lr, self.schedule, self.warmup, self.final_lr = lr, schedule, warmup, final_lr
         self.weight_decay, self.betas, self.compiled = weight_decay, betas, compile
+        self.temperature = temperature
         self._sums: Tensor | None = None
 
     @property
@@ -139,7 +138,12 @@ class LanguageModule(L.LightningModule):
 
     def nats(self, batch: Batch) -> Tensor:
         """The sum of -log p over the symbols of a batch, in nats."""
-        return _nats(self.model(batch.inputs), batch.targets)
+        return self._nats(self.model(batch.inputs), batch.targets)
+
+    def _nats(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The sum of -log p over the symbols (B, N) that are not padding, for logits (B, N, V)."""
+        scaled = logits.flatten(0, 1) / self.temperature
+        return F.cross_entropy(scaled, targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         """Makes what is random in a step a function of seed, process and step.
@@ -162,7 +166,7 @@ class LanguageModule(L.LightningModule):
         wide = torch.float32 if self.device.type == "mps" else torch.float64
         logits = self.model(batch.inputs)
         hits = (logits.argmax(-1) == batch.targets).sum()
-        nats = _nats(logits, batch.targets)
+        nats = self._nats(logits, batch.targets)
         found = torch.stack([nats.to(wide), hits.to(wide), batch.symbols.to(wide)])
         self._sums = found if self._sums is None else self._sums + found
 

@@ -6,9 +6,11 @@ import math
 import statistics
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from lipformer.models import LanguageModel
 from recipes.papers.experiment import Row, Setting
 from recipes.report import count
 from training import cli
@@ -19,7 +21,14 @@ _QUIET = ("certificate", "inversion", "text", "report")
 
 
 def trained(
-    folder: Path, setting: Setting, config: str, seed: int, steps: int, *options: str, test: bool = False
+    folder: Path,
+    setting: Setting,
+    config: str,
+    seed: int,
+    steps: int,
+    *options: str,
+    test: bool = False,
+    judge: Callable[[LanguageModel], Row] | None = None,
 ) -> Row:
     """Trains a model of recipes/ptb/small, from its last checkpoint if it was killed, and judges it.
 
@@ -31,10 +40,11 @@ def trained(
         steps: of training.
         options: of the command line, beside those of the configuration.
         test: judge the test text, too, once after the last step.
+        judge: what else to tell of the model.
 
     Returns:
-        nats of the validation text and of the test text, parameters, and CPU seconds of what was run
-        here; of training that diverged only that.
+        nats and accuracy of the validation text, nats of the test text, parameters, and CPU seconds of
+        what was run here; of training that diverged only that.
     """
     text = ["--data.source", "pydoc", "--data.characters", "plain"]
     if setting.data is not None:
@@ -53,10 +63,12 @@ def trained(
         run = cli.run([*given, *options])
     except NotFinite:
         return row | {"diverged": True}
-    row |= {"parameters": count(run.model), "nats": float(run.trainer.callback_metrics["val/nats"])}
+    found = run.trainer.callback_metrics
+    row |= {"parameters": count(run.model), **(judge(run.model.model) if judge else {})}
+    row |= {"nats": float(found["val/nats"]), "accuracy": float(found["val/accuracy"])}
     if test:
-        found = run.trainer.test(run.model, datamodule=run.datamodule, verbose=False)
-        row["test_nats"] = found[0]["test/nats"]
+        told = run.trainer.test(run.model, datamodule=run.datamodule, verbose=False)
+        row["test_nats"] = told[0]["test/nats"]
     return row | {"cpu_seconds": round(time.process_time() - begin, 1)}
 
 

@@ -24,6 +24,7 @@ NAMES = (
     "ranges",
     "smoothness",
     "sensitivity",
+    "constants",
     "peers",
 )
 """The experiments, in the order in which they are told."""

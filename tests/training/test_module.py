@@ -188,3 +188,15 @@ def test_a_compiled_model_learns_the_same(tmp_path: Path) -> None:
         assert where == there
         assert a == pytest.approx(b, rel=1e-4)
     assert not [name for name in model.state_dict() if "_orig_mod" in name]
+
+
+def test_a_temperature_divides_logits_in_the_loss_alone(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    _, model = fitted(tmp_path, steps=1)
+    model.eval()
+    inputs, targets = torch.randint(8, (2, 10)), torch.randint(8, (2, 10))
+    logits = model(inputs)
+    model.temperature = 0.25
+    found = model.nats(Batch(inputs, targets, torch.tensor(20.0)))
+    torch.testing.assert_close(found, F.cross_entropy(4.0 * logits.mT, targets, reduction="sum"))
+    torch.testing.assert_close(model(inputs), logits)
