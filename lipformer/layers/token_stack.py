@@ -45,7 +45,7 @@ class TokenStack(Layer):
         for name, number in (("dim", dim), ("count", count)):
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
                 raise ValueError(f"{name} must be a positive integer, got {number!r}")
-        self.dim, self.count = dim, count
+        self.dim = dim
         self.raw = nn.Parameter(torch.zeros(count))
 
     @property
@@ -54,9 +54,18 @@ class TokenStack(Layer):
         return True
 
     @property
+    def count(self) -> int:
+        """K, the number of shares: another one would be multiplied by one share several times."""
+        return self.raw.numel()
+
+    @property
     def shares(self) -> Tensor:
         """a, (K,): a little below the root of the softmax, so that rounding leaves the sum below 1."""
-        return self.raw.softmax(0).sqrt() * (1.0 - 1e-6)
+        dtype = self.raw.dtype
+        wide = self.raw.flatten().to(torch.promote_types(dtype, torch.float32))
+        # Not the root of a softmax, which has no gradient at a share that underflows.
+        roots = (0.5 * wide.log_softmax(0)).exp()
+        return (roots * (1.0 - 1e-6 - torch.finfo(dtype).eps / 2.0)).to(dtype)
 
     def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """(B, N, D) -> (B, N, K D), or (N, D) -> (N, K D).
