@@ -9,7 +9,7 @@ from lipformer.certificate.torch_rules import mixed_axes
 from lipformer.layers.branch import Call, call_branch
 from lipformer.layers.own_token import register_own_token, unknown_parts
 from lipformer.layers.residual import Residual, residual_bound
-from lipformer.layers.token_shift import TokenShift
+from lipformer.layers.token_window import TokenShift
 
 
 class PastBias(Residual):

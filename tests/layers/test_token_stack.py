@@ -99,3 +99,9 @@ def test_other_shares_are_certified_as_they_run(layer: TokenStack, shape: tuple[
     assert float(torch.linalg.matrix_norm(jacobian, 2)) <= lf.certify(layer).bound
     with pytest.raises(AttributeError):
         layer.count = 7  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("cache", [torch.zeros(3, 2, 4), torch.zeros(2, 1, 4), (None,)], ids=str)
+def test_a_cache_of_another_layer_is_refused(layer: TokenStack, cache: object) -> None:
+    with pytest.raises(ValueError, match=r"cache must be None or the tensor \(2, 2, 4\) of the step"):
+        layer.step(torch.zeros(2, 1, 4).double(), cache)  # type: ignore[arg-type]
