@@ -21,8 +21,7 @@ from lipformer.layers.residual import ConvexResidual, Residual
 from lipformer.layers.spectral import SpectralBound, SpectralLinear, spectral_bound
 from lipformer.layers.token_mean import SubtractMean, TokenMean
 from lipformer.layers.token_norms import BallProjection, CenterNorm
-from lipformer.layers.token_shift import TokenShift
-from lipformer.layers.token_stack import TokenStack
+from lipformer.layers.token_window import TokenShift, TokenStack
 from lipformer.layers.token_wise import register_token_wise
 
 __all__ = [

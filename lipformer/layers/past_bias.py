@@ -5,10 +5,11 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from lipformer.certificate import Ask, Bound, register_bound
+from lipformer.certificate.torch_rules import mixed_axes
 from lipformer.layers.branch import Call, call_branch
 from lipformer.layers.own_token import register_own_token, unknown_parts
 from lipformer.layers.residual import Residual, residual_bound
-from lipformer.layers.token_shift import TokenShift
+from lipformer.layers.token_window import TokenShift
 
 
 class PastBias(Residual):
@@ -56,6 +57,10 @@ def _(module: PastBias, ask: Ask) -> Bound:
         raise ask.refuse(
             "its branch no longer begins with a TokenShift of all features", "PastBias as built"
         )
+    ask.along(-2)
+    mixed = None if ask.in_forward else mixed_axes(module.branch)
+    if mixed is not None:
+        raise ask.refuse(mixed, "attention with batch_first=True")
     for path, part in unknown_parts(module.branch, "branch"):
         # A part that sees later tokens would see the token itself, moved one on.
         raise ask.refuse(

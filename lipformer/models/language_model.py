@@ -80,7 +80,10 @@ class LanguageModel(OnePass, SavedModel):
             )
         x = self.embedding(tokens)
         if self.config.embedding_rms is not None:
-            x = F.normalize(x, dim=-1) * (self.config.embedding_rms * math.sqrt(self.config.dim))
+            # In float16 a square may overflow, and a row of zeros would be divided by zero.
+            wide = x.to(torch.promote_types(x.dtype, torch.float32))
+            length = self.config.embedding_rms * math.sqrt(self.config.dim)
+            x = (F.normalize(wide, dim=-1) * length).to(x.dtype)
         if self.config.positions == "sinusoidal":
             place = torch.arange(offset, end, device=tokens.device)
             x = x + sinusoids(place, self.config.dim).to(x.dtype)

@@ -10,7 +10,16 @@ import torch
 from torch import Tensor, nn
 
 import lipformer as lf
-from tests.layers.battery import CertifiedLayer, error, slow_compile, starting_inputs
+from lipformer.functional import row_spread
+from lipformer.layers.attention.bound import effective_weights, linf_bound_lean
+from tests.layers.battery import (
+    CertifiedLayer,
+    dense_jacobians,
+    error,
+    largest_gain,
+    slow_compile,
+    starting_inputs,
+)
 
 EVERY_NORM = (("l2", "plain"), ("token", "plain"), ("linf", "plain"))
 
@@ -171,3 +180,20 @@ def test_a_forward_pass_bounds_each_projection_once() -> None:
         projection.get_submodule("parametrizations.weight.0").measure = counted
     layer(torch.randn(3, 2, 8), need_weights=False)
     assert len(looks) == 2
+
+
+@pytest.mark.parametrize("orthogonal", [False, True])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_the_linf_bound_through_the_token_norm(heads: int, orthogonal: bool) -> None:
+    """Smaller than the published argument, and not passed: a tenth of it would be."""
+    layer = lf.L2MultiheadAttention(8, heads, batch_first=True, max_len=5, value_proj=False).double()
+    if orthogonal:
+        nn.init.orthogonal_(layer.q_proj.weight)
+        nn.init.orthogonal_(layer.out_proj.weight)
+    bound = lf.certify(layer, norm="linf").bound
+    q, m = effective_weights(layer)
+    assert bound < 0.75 * linf_bound_lean(q, m, torch.full((heads,), row_spread(5)).double()).item()
+    x = starting_inputs(5, 8)
+    found = dense_jacobians(layer(x.requires_grad_(), need_weights=False)[0], x)
+    attack = lf.attack_lipschitz(lambda x: layer(x)[0], x[1:2].detach(), norm="linf", steps=20)
+    assert 0.1 * bound < max(attack.value, largest_gain(found, "linf", 5)) <= bound

@@ -122,3 +122,13 @@ def test_a_past_that_was_changed_is_refused(change: Callable[[PastBias], None]) 
     for act in (lambda: lf.certify(layer, norm="self"), lambda: block(x)):
         with pytest.raises(lf.NotCertifiable, match="begins with a TokenShift|not known to be causal"):
             act()
+
+
+def test_tokens_and_samples_are_told_apart() -> None:
+    """In the self norm the branch is not asked, which refuses both in the others."""
+    layer = PastBias(8, attention())
+    with pytest.raises(lf.NotCertifiable, match="samples may influence each other"):
+        lf.certify(layer, norm="self", example=torch.randn(4, 8))
+    layer.branch[1] = lf.L2MultiheadAttention(8, 2, causal=True)  # type: ignore[index]
+    with pytest.raises(lf.NotCertifiable, match="would mix samples"):
+        lf.certify(layer, norm="self")

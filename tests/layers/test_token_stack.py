@@ -71,3 +71,37 @@ def test_bad_input(layer: TokenStack) -> None:
         TokenStack(4, 0)
     with pytest.raises(ValueError, match=r"x must be \(B, N, 4\)"):
         layer(torch.zeros(1, 3, 5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("count", [1, 3, 5, 11])
+def test_rounded_shares_stay_below_one(dtype: torch.dtype, count: int) -> None:
+    stack = TokenStack(2, count).to(dtype)
+    assert lf.certify(stack, norm="token").bound <= 1.0
+    assert lf.certify(stack, norm="token").bound >= 1.0 - 2.0 * torch.finfo(dtype).eps - 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_a_share_that_vanishes_keeps_a_gradient(dtype: torch.dtype) -> None:
+    stack = TokenStack(2, 3).to(dtype)
+    with torch.no_grad():
+        stack.raw[1] = 250.0
+    stack(torch.randn(1, 4, 2).to(dtype)).sum().backward()
+    assert stack.raw.grad is not None
+    assert bool(torch.isfinite(stack.raw.grad).all())
+
+
+@pytest.mark.parametrize("shape", [(1,), (5,), (3, 4)])
+def test_other_shares_are_certified_as_they_run(layer: TokenStack, shape: tuple[int, ...]) -> None:
+    """One share for three tokens was multiplied by three times, and certified once."""
+    layer.raw = nn.Parameter(torch.randn(shape).double())
+    jacobian = dense_jacobian(lambda y: layer(y[None])[0], torch.randn(3, 4, dtype=torch.float64))
+    assert float(torch.linalg.matrix_norm(jacobian, 2)) <= lf.certify(layer).bound
+    with pytest.raises(AttributeError):
+        layer.count = 7  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("cache", [torch.zeros(3, 2, 4), torch.zeros(2, 1, 4), (None,)], ids=str)
+def test_a_cache_of_another_layer_is_refused(layer: TokenStack, cache: object) -> None:
+    with pytest.raises(ValueError, match=r"cache must be None or the tensor \(2, 2, 4\) of the step"):
+        layer.step(torch.zeros(2, 1, 4).double(), cache)  # type: ignore[arg-type]

@@ -103,6 +103,19 @@ def test_the_lipschitz_model_has_one_number_at_any_length() -> None:
     assert lf.certify(model, norm="l2", seq_len=100_000).bound <= 4.0 * (1.0 + 1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_embedded_symbols_have_one_length_in_any_dtype(dtype: torch.dtype) -> None:
+    """In float16 a row of zeros became NaN, and a long one zero."""
+    model = build("lipschitz gathered").eval()
+    with torch.no_grad():
+        model.embedding.weight[0] = 0.0
+        model.embedding.weight[1] = 6e4
+    model = model.to(dtype)
+    lengths = model.embed(torch.arange(4)[None]).double().norm(dim=-1)[0]
+    assert lengths.tolist() == pytest.approx([0.0, 4.0, 4.0, 4.0], rel=torch.finfo(dtype).eps)
+    assert bool(torch.isfinite(model(torch.arange(4)[None])).all())
+
+
 def test_a_gathering_model_has_one_number_in_the_token_norm() -> None:
     model = build("lipschitz gathered", head_coeff=2)  # a whole number is a number
     fit(model, 10, lr=3e-2)

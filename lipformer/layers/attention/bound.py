@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -112,6 +113,23 @@ def linf_bound_lean(q: Tensor, m: Tensor, spreads: Tensor, growth: float = 1.0) 
     head = (growth + 4.0 * math.sqrt(d) * growth * spreads) * linf_norm(q)
     rows = (head[:, None, None] * m.double().abs()).sum((0, 1))
     return enlarge(rows.amax(), q.shape[0] * d + 8)
+
+
+def linf_bound_token(q: Tensor, m: Tensor, gains: Tensor) -> Tensor:
+    r"""Theorem D between the weights: entries move lengths of tokens, those move entries.
+
+    .. math:: \max_o \sum_h G_h \min\Big( \sqrt D \|W_h\|,
+        \big(\textstyle\sum_p (\sum_i |W_{ip}|)^2\big)^{1/2} \Big) \|(M_h)_{\cdot o}\|
+
+    Args:
+        q: (H, d, D).
+        m: (H, d, D).
+        gains: :math:`G_h` of the token norm (H,).
+    """
+    sums = torch.linalg.vector_norm(q.double().abs().sum(-1), dim=-1)
+    read = torch.minimum(math.sqrt(q.shape[-1]) * head_norms(q), sums)
+    rows = ((gains * read)[:, None] * torch.linalg.vector_norm(m.double(), dim=1)).sum(0)
+    return enlarge(rows.amax(), 2 * q.shape[-1] + 64)
 
 
 def linf_bound_kim2021(q: Tensor, v: Tensor, o: Tensor, spreads: Tensor, growth: float = 1.0) -> Tensor:
@@ -243,7 +261,7 @@ def head_spreads(layer: L2MultiheadAttention, ask: Ask) -> tuple[float, ...]:
 def theorem(layer: L2MultiheadAttention, norm: str) -> str:
     """Which theorem gives the gain."""
     if norm == "linf":
-        return "Kim et al. 2021 (l_inf)" if layer.v_proj is not None else "Kim et al. 2021, lean form"
+        return "Kim et al. 2021 (l_inf)" if layer.v_proj is not None else "Kim et al. 2021 or D"
     if layer.bounds_keys:
         return "Theorem F"
     if norm == "token":
@@ -275,7 +293,10 @@ def attention_bound(layer: L2MultiheadAttention, ask: Ask, head_scale: Tensor | 
             raise ask.refuse("rotations are no isometries in the linf norm", "norm='l2' or 'token'")
         spreads = layer.constants(head_spreads(layer, ask), q.device)
         value = linf_bound_lean(q, m, spreads)
-        if head_scale is None and layer.v_proj is not None:
+        if layer.v_proj is None:
+            gains = head_gains(layer, replace(ask, norm="token"), q.device)
+            value = torch.minimum(value, linf_bound_token(q, m, gains))
+        elif head_scale is None:
             # The published bound is the larger one, up to the rounding of the weights that run.
             value = torch.maximum(value, _linf(layer, q, m, spreads))
     else:
