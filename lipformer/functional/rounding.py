@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lipformer.functional.tracing import has_autocast
+
 UNIT = 2.0**-53
 """Unit roundoff u of float64."""
 
@@ -78,7 +80,7 @@ def multiply_down(value: Tensor, factor: Tensor) -> Tensor:
 def running_dtype(weight: Tensor) -> torch.dtype:
     """The dtype in which a matrix product takes a weight: autocast's in its region, except float64."""
     device = weight.device.type
-    if weight.dtype == torch.float64 or not torch.amp.is_autocast_available(device):
+    if weight.dtype == torch.float64 or not has_autocast(device):
         return weight.dtype
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
 

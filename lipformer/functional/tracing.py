@@ -51,6 +51,15 @@ def for_onnx() -> bool:
 for_onnx._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def has_autocast(device_type: str) -> bool:
+    """Whether torch.autocast knows a type of device."""
+    return torch.amp.is_autocast_available(device_type)
+
+
+# Dynamo of torch 2.9 and before cannot trace it.
+has_autocast._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def debugging() -> bool:
     """Whether values are to be read at any cost: under debug_checks(), not while tracing."""
     return _debug and not tracing()

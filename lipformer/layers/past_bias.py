@@ -46,7 +46,8 @@ def _is_shifted(module: PastBias) -> bool:
     """Whether the branch still begins with the shift of all features: parts may have been replaced."""
     branch = module.branch
     first = branch[0] if isinstance(branch, nn.Sequential) and len(branch) else None
-    return isinstance(first, TokenShift) and first.shifted == first.dim
+    # A subclass that says causal=True need not shift.
+    return type(first) is TokenShift and first.shifted == first.dim
 
 
 @register_bound(PastBias)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -112,10 +113,13 @@ class TokenShift(TokenWindow):
 
     def __init__(self, dim: int, shifted: int | None = None) -> None:
         super().__init__(dim)
-        shifted = dim // 2 if shifted is None else shifted
-        if isinstance(shifted, bool) or not isinstance(shifted, int) or not 0 <= shifted <= dim:
-            raise ValueError(f"need integers dim >= shifted >= 0, got {dim} and {shifted!r}")
-        self.shifted = shifted
+        self.shifted = dim // 2 if shifted is None else shifted
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Read when the layer runs and when it is certified: a number set later must be one, too.
+        if name == "shifted" and (type(value) is not int or not 0 <= value <= self.dim):
+            raise ValueError(f"need integers dim >= shifted >= 0, got {self.dim} and {value!r}")
+        super().__setattr__(name, value)
 
     def parts(self, x: Tensor) -> tuple[Tensor, Tensor, int]:
         """a and b."""

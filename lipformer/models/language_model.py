@@ -105,21 +105,25 @@ class LanguageModel(OnePass, SavedModel):
         Raises:
             ValueError: the model is not of the variant "invertible".
             NotConverged: a block's inverse missed the tolerance, or what the blocks are off by has grown
-                to more than max(0.01, 1e4 tol) max(1, max|x|) behind ActNorms that shrink much.
+                to more than max(0.01, 1e4 tol) max(1, max|x|) behind ActNorms that shrink much, or x
+                leads to other hidden tokens by as much.
         """
         if self.config.variant != "invertible":
             raise ValueError(f"invert needs the variant 'invertible', got {self.config.variant!r}")
         stack = InvertibleSequential(*self.trunk)
         with frozen(self):
             x = stack.inverse(hidden, tol=tol, max_iter=max_iter)
-        self._check_inverse(x, stack, tol, max_iter)
+            self._check_inverse(x, hidden, stack, tol, max_iter)
         return x
 
     @torch.no_grad()
-    def _check_inverse(self, x: Tensor, stack: InvertibleSequential, tol: float, max_iter: int) -> None:
+    def _check_inverse(
+        self, x: Tensor, hidden: Tensor, stack: InvertibleSequential, tol: float, max_iter: int
+    ) -> None:
         """Refuses an inverse that ActNorms have spoilt: each divides what blocks behind it are off by.
 
-        The residual of the whole model does not show it: ActNorms shrink that again.
+        The residual of the whole model does not show it: ActNorms shrink that again. It shows what large
+        weights of a causal block make of an error in an early token.
         """
         growth, off, worst = 1.0, 0.0, None
         for block, record in zip(stack, stack.record, strict=True):
@@ -127,10 +131,20 @@ class LanguageModel(OnePass, SavedModel):
                 growth *= float(block.log_scale.double().min().neg().exp())
             elif record is not None and record.residual.numel():
                 off, worst = off + growth * float(record.residual.max()), record
-        if worst is not None and not off <= max(0.01, 1e4 * tol) * max(1.0, float(x.abs().max())):
+        if worst is None:
+            return
+        allowed, helps = max(0.01, 1e4 * tol), f"in float64 a tol below {tol:g} helps"
+        if not off <= allowed * max(1.0, float(x.abs().max())):
             told = (
                 f"the inverse is off by about {off:.3g}: the model's ActNorms enlarge what its blocks "
-                f"are off by {growth:.3g} times; in float64 a tol below {tol:g} helps"
+                f"are off by {growth:.3g} times; {helps}"
+            )
+            raise NotConverged(worst, max_iter, told)
+        missed = float((self.trunk(x) - hidden).abs().max())
+        if not missed <= allowed * max(1.0, float(hidden.abs().max())):
+            told = (
+                f"what was found leads to hidden tokens that are off by {missed:.3g}: errors of early "
+                f"tokens grow along the sequence; {helps}, and so do smaller weights"
             )
             raise NotConverged(worst, max_iter, told)
 

@@ -175,6 +175,9 @@ def test_compile_under_autocast() -> None:
     assert compiled(weight) == spectral_norm_bound(weight)
 
 
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.9."), reason="torch 2.9 has no batching rule of view.dtype there"
+)
 def test_compile_with_transforms() -> None:
     torch._dynamo.reset()
     weights = torch.randn(2, 6, 5)

@@ -109,7 +109,17 @@ def _overridden(layer: PastBias) -> None:
     layer.branch[1] = Reversed(8, 2, batch_first=True, causal=True)  # type: ignore[index]
 
 
-@pytest.mark.parametrize("change", [_replaced, _set, _hooked, _overridden])
+def _unshifted(layer: PastBias) -> None:
+    class Unshifted(lf.TokenShift):
+        causal = True
+
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            return x
+
+    layer.branch[0] = Unshifted(8, 8)  # type: ignore[index]
+
+
+@pytest.mark.parametrize("change", [_replaced, _set, _hooked, _overridden, _unshifted])
 def test_a_past_that_was_changed_is_refused(change: Callable[[PastBias], None]) -> None:
     layer = PastBias(8, lf.L2MultiheadAttention(8, 2, batch_first=True, causal=True)).double()
     block = lf.InvertibleResidual(layer, 0.9, mode="causal")

@@ -194,6 +194,15 @@ def test_a_block_around_it_is_exported_for_any_number_of_tokens() -> None:
         torch.testing.assert_close(program.module()(other), block(other), rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("shifted", [9, -1, 2.5, True, None])
+def test_a_number_that_is_set_later_is_checked(shifted: object) -> None:
+    layer = lf.TokenShift(4)
+    with pytest.raises(ValueError, match=f"got 4 and {shifted}"):
+        layer.shifted = shifted  # type: ignore[assignment]
+    layer.shifted = 4
+    assert lf.certify(layer, norm="token").bound == 1.0
+
+
 def test_bad_input() -> None:
     with pytest.raises(ValueError, match="got 4 and 5"):
         lf.TokenShift(4, shifted=5)

@@ -227,6 +227,20 @@ def test_every_variant_learns(case: str) -> None:
     assert losses[-1] < 0.6 * losses[0]
 
 
+@pytest.mark.parametrize("size", [10.0, 30.0])
+def test_an_inverse_that_large_weights_spoil_is_refused(size: float) -> None:
+    model = lf.models.invertible(5, dim=8, num_heads=2, num_layers=2, hidden=16)
+    model.initialize(torch.randint(5, (2, 8)))
+    with torch.no_grad():
+        for block in model.double().eval().trunk:
+            if isinstance(block, lf.InvertibleResidual):
+                for weight in block.parameters():
+                    weight.mul_(size)
+        hidden = model.hidden(torch.randn(2, 12, 8).double())
+        with pytest.raises(NotConverged, match="lead"):
+            model.invert(hidden)
+
+
 def test_the_first_batch_sets_the_invertible_model_once() -> None:
     model, x = build("invertible").eval(), tokens(4, 20)
     with torch.no_grad():

@@ -11,6 +11,8 @@ import contextlib
 import torch
 from torch import Tensor
 
+from lipformer.functional.tracing import has_autocast
+
 
 def gram_matrix(a: Tensor) -> Tensor:
     """a^T a, of which only the blocks on and below the diagonal are multiplied out.
@@ -95,7 +97,7 @@ def top_eigenvector(matrix: Tensor, squarings: int) -> Tensor:
 
 
 def no_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    if not torch.amp.is_autocast_available(device.type):
+    if not has_autocast(device.type):
         return contextlib.nullcontext()
     return torch.autocast(device.type, enabled=False)
 
