@@ -5,39 +5,42 @@
     python -m recipes.papers --list                what there is
 
 Each leaves NAME.json, NAME.csv, NAME.png and NAME.md in OUT/LEVEL, and all together RESULTS.md there.
-A part that is finished is kept in NAME.json and not measured again: give the same command to go on.
-Exit code 1 if a claim of this project was not found to hold.
+A finished part is not measured again: give the same command to go on. Exit code 1: a claim failed.
 """
 
-from __future__ import annotations
-
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from recipes.output import exit_code, parser, usable_directory, write_text
-from recipes.papers.experiment import Clock, Record, Setting
+from recipes.papers.experiment import Record, Setting, header
 from recipes.papers.results import NAMES, experiment, results
 from training.base_cli import prepare_process
 from training.progress import print_plain
 
 
-def run(names: Sequence[str], setting: Setting, out: Path) -> bool:
-    """Measures what is missing and writes everything; whether nothing was found to be wrong."""
+def run(names: Sequence[str], setting: Setting, out: Path) -> int:
+    """Measures what is missing and writes everything; 1 if something was found to be wrong."""
     folder = usable_directory(out / setting.level, "--out")
-    records = [Record(experiment(name), setting, folder) for name in names or NAMES]
-    clock = Clock(sum(part.cost for record in records for part in record.missing))
-    right = True
+    records = [Record(experiment(name), setting, folder) for name in names]
+    left = sum(part.cost for record in records for part in record.missing)
+    begin, done, wrong = time.perf_counter(), 0.0, False
     for record in records:
-        record.measure(clock)
+        for part in record.measure():
+            left, done = left - part.cost, done + part.cost
+            minutes = max(0.0, left) * (time.perf_counter() - begin) / done / 60.0
+            count, took = len(record.measured), record.measured[part.name]["seconds"]
+            told = f"{part.name} ({count} of {len(record.parts)} parts), {took:.0f} s"
+            print_plain(f"{record.name}: {told}; about {minutes:.1f} minutes left")
         found = record.publish()
-        right &= found.holds is not False
-        print_plain(f"{record.experiment.name}: {found.figure}. {found.text}")
+        wrong |= found.holds is False
+        print_plain(f"{record.name}: {found.figure}. {found.text}")
     write_text(folder / "RESULTS.md", results(folder))
     print_plain(f"written to {folder}")
-    return right
+    return int(wrong)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,18 +55,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of torch")
     given.add_argument("--list", action="store_true", help="list the experiments")
     asked = given.parse_args(arguments)
-    right: list[bool] = []
-
-    def work() -> None:
-        if asked.list:
-            for name in NAMES:
-                print_plain(f"{name:12s} {experiment(name).title} ({experiment(name).source})")
-            return
-        prepare_process()
-        torch.set_num_threads(asked.threads)
-        right.append(run(asked.names, Setting(asked.level or "full", asked.data), asked.out))
-
-    return exit_code(work) or int(not all(right))
+    if asked.list:
+        for name in NAMES:
+            print_plain("{0:12s} {2} ({1})".format(name, *header(experiment(name))))
+        return 0
+    prepare_process()
+    torch.set_num_threads(asked.threads)
+    setting = Setting(asked.level or "full", asked.data)
+    return exit_code(lambda: run(asked.names or NAMES, setting, asked.out))
 
 
 if __name__ == "__main__":

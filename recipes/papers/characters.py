@@ -1,66 +1,46 @@
 """Character models as parts of experiments, trained by what ``python -m training fit`` runs."""
 
-from __future__ import annotations
-
-import math
-import statistics
 import time
-from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from lipformer.models import LanguageModel
-from recipes.papers.experiment import Row, Setting
+from recipes.papers.experiment import Part, Row, Rows, Setting
 from recipes.report import count
 from training import cli
 from training.errors import NotFinite
 
 _CONFIGS = Path(__file__).parents[1] / "ptb" / "small"
-_QUIET = ("certificate", "inversion", "text", "report")
+_QUIET = {f"{name}.enabled": "false" for name in ("certificate", "inversion", "text", "report")}
 
 
 def trained(
-    folder: Path,
     setting: Setting,
     config: str,
     seed: int,
     steps: int,
-    *options: str,
+    options: Row,
+    folder: Path,
     test: bool = False,
     judge: Callable[[LanguageModel], Row] | None = None,
 ) -> Row:
     """Trains a model of recipes/ptb/small, from its last checkpoint if it was killed, and judges it.
 
-    Args:
-        folder: where its checkpoints are.
-        setting: whose data is used.
-        config: name of the configuration.
-        seed: of weights and batches.
-        steps: of training.
-        options: of the command line, beside those of the configuration.
-        test: judge the test text, too, once after the last step.
-        judge: what else to tell of the model.
-
-    Returns:
-        nats and accuracy of the validation text, nats of the test text, parameters, and CPU seconds of
-        what was run here; of training that diverged only that.
+    Options are added to its configuration. The row has nats and accuracy of the validation text, nats
+    of the test text (if test: once, after the last step), what the judge tells of the model, and CPU
+    seconds of what was run here; or that it diverged.
     """
-    text = ["--data.source", "pydoc", "--data.characters", "plain"]
-    if setting.data is not None:
-        text = ["--data.source", "dir", "--data.path", str(setting.data / "ptb")]
-    elif setting.level == "full":
-        text = []  # the configuration's own, of the hub
-    given = ["fit", "--config", str(_CONFIGS / f"{config}.yaml"), *text, "--seed_everything", str(seed)]
-    given += ["--trainer.max_steps", str(steps), "--trainer.val_check_interval", str(steps)]
-    given += ["--trainer.default_root_dir", str(folder), "--trainer.enable_progress_bar", "false"]
-    given += [word for name in _QUIET for word in (f"--{name}.enabled", "false")]
+    text: Row = {} if setting.level == "full" else {"data.source": "pydoc", "data.characters": "plain"}
+    if setting.data is not None:  # else at full size the configuration's own, of the hub
+        text = {"data.source": "dir", "data.path": setting.data / "ptb"}
+    given = {"config": _CONFIGS / f"{config}.yaml", **text, "seed_everything": seed, **_QUIET}
+    given |= {"trainer.max_steps": steps, "trainer.val_check_interval": steps}
+    given |= {"trainer.default_root_dir": folder, "trainer.enable_progress_bar": "false"}
     kept = sorted(folder.glob("*/checkpoints/last.ckpt"), key=lambda path: path.stat().st_mtime)
-    given += ["--ckpt_path", str(kept[-1])] if kept else []
-    begin = time.process_time()
-    row: Row = {"seed": seed, "steps": steps}
+    given |= {"ckpt_path": kept[-1]} if kept else {}
+    begin, row = time.process_time(), Row(seed=seed, steps=steps)
     try:
-        run = cli.run([*given, *options])
+        run = cli.run(["fit", *(f"--{name}={value}" for name, value in (given | options).items())])
     except NotFinite:
         return row | {"diverged": True}
     found = run.trainer.callback_metrics
@@ -72,26 +52,16 @@ def trained(
     return row | {"cpu_seconds": round(time.process_time() - begin, 1)}
 
 
-@dataclass(frozen=True)
-class Spread:
-    """Mean, smallest and largest of some seeds."""
+def runs(
+    setting: Setting, cases: Iterable[tuple[int, int, str]], steps: int, options: Row, test: bool = False
+) -> list[Part]:
+    """A part for each seed, number of layers and variant (NAME or NAME COEFF); with a token shift."""
 
-    mean: float
-    low: float
-    high: float
+    def work(seed: int, layers: int, variant: str, folder: Path) -> Rows:
+        deep = {"model.config.num_layers": layers, "model.config.token_shift": "true", **options}
+        config, _, coeff = variant.partition(" ")
+        deep |= {"model.config.coeff": coeff} if coeff else {}
+        found = trained(setting, config, seed, steps, deep, folder, test)
+        yield {"variant": variant, "layers": layers, **found}
 
-    @property
-    def text(self) -> str:
-        """As a cell of a table."""
-        if self.low == self.high:
-            return f"{self.mean:.3f}"
-        return f"{self.mean:.3f} ({self.low:.3f} to {self.high:.3f})"
-
-
-def mean_over_seeds(rows: list[Row], column: str, variant: str) -> dict[int, Spread]:
-    """A column of one variant by number of layers; NaN where a seed is."""
-    found: dict[int, list[float]] = defaultdict(list)
-    for row in rows:
-        if row["variant"] == variant:
-            found[row["layers"]].append(row.get(column, math.nan))
-    return {n: Spread(statistics.mean(v), min(v), max(v)) for n, v in sorted(found.items())}
+    return [Part(f"{case[2]} {case[1]} {case[0]}", work, case, case[1]) for case in cases]

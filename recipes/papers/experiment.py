@@ -1,48 +1,46 @@
 """An experiment of a paper: parts that are measured once each, then a table, a figure and a finding.
 
-A part that is finished is kept in NAME.json and not measured again; what is killed goes on with the
-part that it was at.
+It is a module of this folder. Its docstring has the source and the title, the claim, and the caption of
+the figure, a paragraph each. parts(setting) lists what to measure, PANELS the curves of the figure,
+judge(rows) says what came out, and table(rows), if there is one, has the lines of the tables: a new one
+begins where the first column has another name.
 """
 
-from __future__ import annotations
-
 import json
+import math
 import os
 import platform
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from statistics import fmean
+from types import ModuleType
+from typing import Any, Literal, NamedTuple
 
+import matplotlib as mpl
 import torch
+from cycler import cycler
+from matplotlib.figure import Figure
 
 from recipes.output import markdown, write_csv, write_text
 from training.errors import BadInput
-from training.progress import print_plain
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-Level = Literal["smoke", "quick", "full"]
 Row = dict[str, Any]
+Rows = Iterable[Row]
 HELD = {True: "Holds", False: "**Does not hold**", None: "Not settled"}
-MOST_BYTES = 200_000
-"""Of a figure, as it is kept in the repository."""
+COLORS = ["black", *(f"tab:{name}" for name in ("blue", "orange", "green", "purple", "gray", "red"))]
+LOOKS = cycler(marker=list("os^Dvx+"), linestyle=["-", "--", "-.", ":", "-", "--", "-."], color=COLORS)
 
 
-@dataclass(frozen=True)
-class Setting:
-    """What a run may cost, and what it may read.
+class Setting(NamedTuple):
+    """What a run may cost, and a directory with ptb/ptb.*.txt and tinyshakespeare.txt.
 
-    Attributes:
-        level: "smoke" (seconds), "quick" (under two minutes an experiment) or "full".
-        data: a directory with ptb/ptb.*.txt and tinyshakespeare.txt; None for texts of the hub and,
-            below "full", for documentation that comes with Python.
+    Without data, texts are of the hub or, below "full", documentation that comes with Python.
     """
 
-    level: Level
+    level: Literal["smoke", "quick", "full"]
     data: Path | None = None
 
     def pick(self, smoke: Any, quick: Any, full: Any) -> Any:
@@ -50,222 +48,206 @@ class Setting:
         return {"smoke": smoke, "quick": quick, "full": full}[self.level]
 
 
-@dataclass(frozen=True)
-class Part:
-    """What is measured in one go, in at most 45 minutes.
+class Part(NamedTuple):
+    """Rows of work(*args, directory), measured in one go of at most 45 minutes.
 
-    Attributes:
-        name: says what is measured, unique in its experiment.
-        work: measures; takes a directory of its own, where a training run keeps its state.
-        cost: what it takes beside the other parts, for the time that is left.
+    A training run keeps its state in the directory; cost is beside the other parts.
     """
 
     name: str
-    work: Callable[[Path], Row | list[Row]]
+    work: Callable[..., Rows]
+    args: tuple[Any, ...]
     cost: float = 1.0
 
 
-@dataclass(frozen=True)
-class Finding:
-    """What came out of an experiment.
-
-    Attributes:
-        holds: whether the claim was found to hold; None where too little was measured to say.
-        figure: our figure in a few words.
-        text: the setting, and where ours differs from what was published, why.
-    """
+class Finding(NamedTuple):
+    """Whether the claim holds (None: not settled), our figure in a few words, the setting and why."""
 
     holds: bool | None
     figure: str
     text: str
 
 
-@dataclass(frozen=True)
-class Experiment:
-    """A published experiment, or one of this project's own.
+class Mean(float):
+    """The mean of some seeds, which knows the lowest and the highest of them."""
 
-    Attributes:
-        name: of its module and its files.
-        title: the heading of its section.
-        source: where it was published.
-        claim: what is claimed there.
-        caption: of the figure.
-        parts: what is to be measured.
-        table: the rows of its table, of all rows that were measured; a new table begins where the
-            first column has another name.
-        draw: draws the rows into a figure.
-        judge: what came out.
+    low: float
+    high: float
+
+    def __new__(cls, values: Sequence[float]) -> "Mean":
+        mean = super().__new__(cls, fmean(values))
+        mean.low, mean.high = (mean, mean) if math.isnan(mean) else (min(values), max(values))
+        return mean
+
+    def __str__(self) -> str:
+        spread = f" ({self.low:.4g} to {self.high:.4g})" if self.low < self.high else ""
+        return f"{self:.4g}{spread}"
+
+
+def curves(rows: Rows, x: str, y: str, by: str = "", **only: Any) -> dict[Any, dict[Any, Mean]]:
+    """The mean of y at each x, a curve for each value of `by`; NaN where training diverged.
+
+    Other columns must have the values of `only`, one or a tuple of several. Rows without y are left out.
+    """
+    found: dict[Any, dict[Any, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        value = row.get(y, math.nan if row.get("diverged") else None)
+        wanted = (row.get(k) in (v if isinstance(v, tuple) else (v,)) for k, v in only.items())
+        if value is not None and all(wanted):
+            found[row.get(by)][row.get(x)].append(value)
+
+    def place(point: Any) -> Any:
+        return point if isinstance(point, (int, float)) else 0
+
+    return {k: {p: Mean(points[p]) for p in sorted(points, key=place)} for k, points in found.items()}
+
+
+def pivot(rows: Rows, by: str, across: str, value: str, head: str = "{}", **only: Any) -> list[Row]:
+    """A table of means: a line for each value of a column, a cell for each value of another one."""
+    return [
+        {by: name, **{head.format(x): str(mean) for x, mean in points.items()}}
+        for name, points in curves(rows, across, value, by, **only).items()
+    ]
+
+
+class Panel(NamedTuple):
+    """Curves in one pair of axes; bars where seeds differ, a level line for rows without x.
+
+    x, by and only are as in `curves`, y may be several columns with their labels, and log names the axes
+    that go by powers. Panels that all have one ylabel share that axis.
     """
 
-    name: str
-    title: str
-    source: str
-    claim: str
-    caption: str
-    parts: Callable[[Setting], list[Part]]
-    table: Callable[[list[Row]], list[Row]]
-    draw: Callable[[list[Row], Figure], None]
-    judge: Callable[[list[Row]], Finding]
+    x: str
+    y: str | dict[str, str]
+    by: str = ""
+    only: Row = {}  # noqa: RUF012
+    log: str = ""
+    xlabel: str = ""
+    ylabel: str = ""
+    title: str = ""
+
+    def curves(self, rows: Rows) -> dict[str, dict[Any, Mean]]:
+        """The curves by label."""
+        found = {}
+        for column, label in (self.y if isinstance(self.y, dict) else {self.y: ""}).items():
+            one: dict[Any, dict[Any, Mean]] = {} if self.by else {None: {}}  # keeps a missing one's look
+            for name, points in (one | curves(rows, self.x, column, self.by, **self.only)).items():
+                value = f"{self.by} {name}" if isinstance(name, (int, float)) else name
+                found[", ".join(filter(None, (value, label)))] = points
+        return found
 
 
-@dataclass
-class Clock:
-    """Seconds that are left, by what finished parts took.
+def _plot(axes: Any, label: str, points: dict[Any, Mean]) -> None:
+    if None in points:
+        axes.axhline(points[None], color="gray", label=label)
+        return
+    (line,) = axes.plot(
+        list(points), list(points.values()), label=label, markevery=len(points) // 8 or 1
+    )
+    for x, mean in points.items():
+        axes.vlines(x, mean.low, mean.high, color=line.get_color())
+        axes.tick_params("x", rotation=90 if isinstance(x, str) else 0)
 
-    Attributes:
-        left: cost of the parts that are to come.
-        done: cost of those that this run has measured.
-        seconds: that these took.
-    """
 
-    left: float
-    done: float = 0.0
-    seconds: float = 0.0
+def draw(panels: Sequence[Panel], rows: list[Row], path: Path) -> None:
+    """The panels that have rows, side by side, in lines that are told apart without colours, too."""
+    told = [(panel, found) for panel in panels if any((found := panel.curves(rows)).values())]
+    share, before = len({panel.ylabel for panel, _ in told}) == 1, [""]
+    with mpl.rc_context({"axes.prop_cycle": LOOKS, "lines.markersize": 4, "axes.grid": True}):
+        figure = Figure(figsize=(max(8.0, 2.8 * len(told)), 4.2), layout="constrained")
+        grid = figure.subplots(1, len(told), sharey=share, squeeze=False)[0]
+        for axes, (panel, found) in zip(grid, told, strict=True):
+            for label, points in found.items():
+                _plot(axes, label, points)
+            axes.set(xlabel=panel.xlabel, **{f"{axis}scale": "log" for axis in panel.log})
+            axes.set_ylabel(panel.ylabel if axes is grid[0] or not share else "")
+            if list(found) in (before, [""]):
+                axes.set_title(panel.title)
+            else:  # above the axes, where it covers no point
+                place: Row = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0)}
+                axes.legend(title=panel.title or None, fontsize=7, **place)
+            before = list(found)
+        figure.savefig(path, dpi=110, metadata={"Software": None})
 
-    def tick(self, cost: float, seconds: float) -> str:
-        """Counts a finished part; says what is left."""
-        self.left, self.done, self.seconds = self.left - cost, self.done + cost, self.seconds + seconds
-        minutes = max(0.0, self.left) * self.seconds / self.done / 60.0
-        return f"{seconds:.0f} s; about {minutes:.1f} minutes left"
+
+def header(experiment: ModuleType) -> tuple[str, str, str, str]:
+    """Source, title, claim and caption, from the docstring of its module."""
+    first, claim, caption, *_ = (" ".join(p.split()) for p in str(experiment.__doc__).split("\n\n"))
+    source, _, title = first.partition(": ")
+    return source, title.rstrip("."), claim, caption
+
+
+def section(experiment: ModuleType, rows: list[Row], picture: str) -> str:
+    """The experiment in Markdown: claim, figure (of that address), table, finding."""
+    (source, title, claim, caption), found = header(experiment), experiment.judge(rows)
+    tables = groupby(getattr(experiment, "table", list)(rows), lambda line: next(iter(line)))
+    lines = [f"### {title}", f"{source}. Claimed: {claim}", f"![{title}]({picture})", f"*{caption}*"]
+    lines += [markdown(padded(list(table))) for _, table in tables]
+    return "\n\n".join([*lines, f"{HELD[found.holds]}: {found.figure}. {found.text}"]) + "\n"
 
 
 class Record:
-    """The parts of an experiment that are measured, in a file.
+    """The parts of an experiment that are measured, in NAME.json of a level's directory."""
 
-    Args:
-        experiment: whose.
-        setting: what parts there are to be.
-        out: directory of the level's files.
-    """
+    def __init__(self, experiment: ModuleType, setting: Setting, out: Path) -> None:
+        self.experiment, self.level, self.out = experiment, setting.level, out
+        self.name, self.parts = experiment.__name__.rpartition(".")[2], experiment.parts(setting)
+        self._kept = read_record(self._file("json"))["parts"] if self._file("json").exists() else {}
 
-    def __init__(self, experiment: Experiment, setting: Setting, out: Path) -> None:
-        self.experiment, self.out = experiment, out
-        self.parts = experiment.parts(setting)
-        self._level = setting.level
-        kept = read_record(out / f"{experiment.name}.json") if self._path.exists() else {}
-        names = {part.name for part in self.parts}
-        self.kept: dict[str, Any] = {k: v for k, v in kept.get("parts", {}).items() if k in names}
-
-    @property
-    def _path(self) -> Path:
-        return self.out / f"{self.experiment.name}.json"
+    def _file(self, kind: str) -> Path:
+        return self.out / f"{self.name}.{kind}"
 
     @property
     def missing(self) -> list[Part]:
         """What is not measured yet."""
-        return [part for part in self.parts if part.name not in self.kept]
+        return [part for part in self.parts if part.name not in self._kept]
 
     @property
-    def rows(self) -> list[Row]:
-        """What was measured, in the order of the parts."""
-        return rows_of(
-            {part.name: self.kept[part.name] for part in self.parts if part.name in self.kept}
-        )
+    def measured(self) -> Row:
+        """What is measured, in the order of the parts."""
+        return {part.name: self._kept[part.name] for part in self.parts if part.name in self._kept}
 
-    def measure(self, clock: Clock) -> None:
+    def measure(self) -> Iterator[Part]:
         """Measures what is missing, and keeps each part as soon as it is finished."""
         for part in self.missing:
             begin = time.perf_counter()
-            rows = part.work(self.out / "parts" / self.experiment.name / part.name.replace(" ", "_"))
-            seconds = time.perf_counter() - begin
-            rows = rows if isinstance(rows, list) else [rows]
-            self.kept[part.name] = {"seconds": round(seconds, 2), "rows": rows}
-            document = {
-                "name": self.experiment.name,
-                "level": self._level,
-                "torch": torch.__version__,
-                "machine": f"{platform.machine()}, {os.cpu_count()} cores, no GPU was used",
-                "missing": [part.name for part in self.missing],
-                "parts": self.kept,
-            }
-            write_text(self._path, json.dumps(document, indent=1, allow_nan=False) + "\n")
-            print_plain(
-                f"{self.experiment.name}: {part.name} ({len(self.kept)} of {len(self.parts)} parts), "
-                f"{clock.tick(part.cost, seconds)}"
-            )
+            folder = self.out / "parts" / self.name / part.name.replace(" ", "_")
+            rows = list(part.work(*part.args, folder))
+            seconds = round(time.perf_counter() - begin, 2)
+            self._kept[part.name] = {"seconds": seconds, "rows": rows}
+            document: Row = {"name": self.name, "level": self.level, "torch": torch.__version__}
+            document["machine"] = f"{platform.machine()}, {os.cpu_count()} cores, no GPU was used"
+            document["missing"] = [part.name for part in self.missing]
+            document["parts"] = self.measured
+            write_text(self._file("json"), json.dumps(document, indent=1, allow_nan=False) + "\n")
+            yield part
 
     def publish(self) -> Finding:
         """Writes NAME.csv, NAME.png and NAME.md of what was measured."""
-        write_csv(self.out / f"{self.experiment.name}.csv", padded(self.rows))
-        draw(self.experiment, self.rows, self.out / f"{self.experiment.name}.png")
-        write_text(self.out / f"{self.experiment.name}.md", section(self.experiment, self.rows))
-        return self.experiment.judge(self.rows)
+        rows = rows_of(self.measured)
+        write_csv(self._file("csv"), padded(rows))
+        draw(self.experiment.PANELS, rows, self._file("png"))
+        write_text(self._file("md"), section(self.experiment, rows, f"{self.name}.png"))
+        found: Finding = self.experiment.judge(rows)
+        return found
 
 
-def read_record(path: Path) -> dict[str, Any]:
+def read_record(path: Path) -> Row:
     """The document of an experiment's JSON file."""
     try:
-        document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        document: Row = json.loads(path.read_text(encoding="utf-8"))
         document["parts"].items(), len(document["missing"])
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise BadInput(f"{path} is not a record of an experiment ({error}); delete it") from error
     return document
 
 
-def rows_of(parts: dict[str, Any]) -> list[Row]:
+def rows_of(parts: Row) -> list[Row]:
     """The rows of all parts."""
     return [row for part in parts.values() for row in part["rows"]]
 
 
 def padded(rows: Sequence[Row]) -> list[Row]:
-    """Rows that all have the keys of any."""
+    """Rows that all have the keys of any, empty where there is no value."""
     names = dict.fromkeys(name for row in rows for name in row)
-    return [{name: row.get(name, "") for name in names} for row in rows]
-
-
-def curves(
-    rows: Iterable[Row], by: str, x: str, y: str, **only: Any
-) -> Iterator[tuple[Any, list[Any], list[Any]]]:
-    """A curve for each value of a column: its value, the xs in rising order, and the ys.
-
-    Args:
-        rows: of an experiment.
-        by: the column that tells the curves apart.
-        x, y: columns.
-        only: values that other columns must have.
-    """
-    chosen = [row for row in rows if y in row and all(row.get(k) == v for k, v in only.items())]
-    for value in dict.fromkeys(row[by] for row in chosen):
-        points = sorted(((row[x], row[y]) for row in chosen if row[by] == value), key=lambda p: p[0])
-        yield value, [p[0] for p in points], [p[1] for p in points]
-
-
-def draw(experiment: Experiment, rows: list[Row], path: Path) -> None:
-    """The figure, in lines that are told apart without colours, too."""
-    import matplotlib as mpl
-    from cycler import cycler
-    from matplotlib.figure import Figure
-
-    looks = cycler(
-        color=["black", "tab:blue", "tab:orange", "tab:green", "tab:purple", "gray", "tab:red"]
-    )
-    looks += cycler(linestyle=["-", "--", "-.", ":", "-", "--", "-."])
-    looks += cycler(marker=["o", "s", "^", "D", "v", "x", "+"])
-    with mpl.rc_context({"axes.prop_cycle": looks, "lines.markersize": 4, "axes.grid": True}):
-        figure = Figure(figsize=(8, 3.6), layout="constrained")
-        experiment.draw(rows, figure)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=110, metadata={"Software": None})
-    if path.stat().st_size > MOST_BYTES:
-        raise BadInput(f"{path} has {path.stat().st_size} bytes, of at most {MOST_BYTES}")
-
-
-def section(experiment: Experiment, rows: list[Row], pictures: str = "") -> str:
-    """The experiment in Markdown: claim, figure, table, finding.
-
-    Args:
-        experiment: whose.
-        rows: that were measured.
-        pictures: what stands before the name of a picture: a directory and a slash.
-    """
-    found = experiment.judge(rows)
-    tables = groupby(experiment.table(rows), lambda row: next(iter(row)))
-    lines = [
-        f"### {experiment.title}",
-        f"{experiment.source}. Claimed: {experiment.claim}",
-        f"![{experiment.title}]({pictures}{experiment.name}.png)",
-        f"*{experiment.caption}*",
-        *(markdown(padded(list(table))) for _, table in tables),
-        f"{HELD[found.holds]}: {found.figure}. {found.text}",
-    ]
-    return "\n\n".join(lines) + "\n"
+    return [{name: "" if row.get(name) is None else row[name] for name in names} for row in rows]

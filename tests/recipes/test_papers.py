@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch
 from lipformer.functional import lambert_w0
 from recipes.papers import inversion, tightness
 from recipes.papers.__main__ import main
-from recipes.papers.experiment import HELD, Clock, Experiment, Finding, Part, Record, Row, Setting
+from recipes.papers.experiment import HELD, Finding, Panel, Part, Record, Row, Setting, rows_of
 from recipes.papers.results import NAMES
 
 
@@ -37,14 +38,17 @@ def test_an_experiment_runs_small_and_is_not_measured_again(
     assert "Does not hold" not in page
     assert f"({name}.png)" in page
     assert page in (out / "RESULTS.md").read_text()
-    assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    picture = (out / f"{name}.png").read_bytes()
+    assert picture.startswith(b"\x89PNG")
+    assert len(picture) < 200_000
     rows = rows_in(out / f"{name}.json")
     assert rows
     lines = (out / f"{name}.csv").read_text().splitlines()
     assert len(lines) == 1 + len(rows)
 
-    def refuse(self: Record, clock: Clock) -> None:
+    def refuse(self: Record) -> list[Part]:
         assert not self.missing
+        return []
 
     monkeypatch.setattr(Record, "measure", refuse)
     (out / f"{name}.md").unlink()
@@ -52,40 +56,34 @@ def test_an_experiment_runs_small_and_is_not_measured_again(
     assert (out / f"{name}.md").read_text() == page
 
 
-def small(measured: list[str], killed: bool, holds: bool | None) -> Experiment:
+def small(measured: list[str], killed: bool, holds: bool | None) -> ModuleType:
     """Three parts that note when they are measured; the second one may be killed."""
 
-    def work(name: str) -> Row:
+    def work(name: str, folder: Path) -> list[Row]:
         if killed and name == "b":
             raise KeyboardInterrupt
         measured.append(name)
-        return {"name": name, "value": 1.5}
+        return [{"name": name, "value": 1.5}]
 
-    return Experiment(
-        name="small",
-        title="Small",
-        source="nowhere",
-        claim="nothing.",
-        caption="Nothing.",
-        parts=lambda setting: [Part(name, lambda folder, n=name: work(n)) for name in "abc"],
-        table=lambda rows: rows,
-        draw=lambda rows, figure: None,
-        judge=lambda rows: Finding(holds, "none", "Nothing."),
-    )
+    module = ModuleType("recipes.papers.small", "Nowhere: Small.\n\nnothing.\n\nNothing.")
+    module.parts = lambda setting: [Part(name, work, (name,)) for name in "abc"]  # type: ignore[attr-defined]
+    module.PANELS = [Panel("name", "value")]  # type: ignore[attr-defined]
+    module.judge = lambda rows: Finding(holds, "none", "Nothing.")  # type: ignore[attr-defined]
+    return module
 
 
 def test_a_killed_run_goes_on(tmp_path: Path) -> None:
     measured: list[str] = []
     setting = Setting("smoke")
     with pytest.raises(KeyboardInterrupt):
-        Record(small(measured, True, None), setting, tmp_path).measure(Clock(3.0))
+        list(Record(small(measured, True, None), setting, tmp_path).measure())
     assert measured == ["a"]
     again = Record(small(measured, False, None), setting, tmp_path)
     assert [part.name for part in again.missing] == ["b", "c"]
-    again.measure(Clock(2.0))
+    assert [part.name for part in again.measure()] == ["b", "c"]
     assert measured == ["a", "b", "c"]
-    assert [row["name"] for row in again.rows] == ["a", "b", "c"]
-    assert rows_in(tmp_path / "small.json") == again.rows
+    assert [row["name"] for row in rows_of(again.measured)] == ["a", "b", "c"]
+    assert rows_in(tmp_path / "small.json") == rows_of(again.measured)
 
 
 def test_what_does_not_hold_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +119,7 @@ def test_an_attack_that_passes_a_certificate_is_told() -> None:
             {"tokens": 64, "norm": panel, "published / found": over, "certificate / found": ratio}
             for panel, over in published.items()
         ]
-        assert tightness.EXPERIMENT.judge(rows).holds is (ratio == 1.0)
+        assert tightness.judge(rows).holds is (ratio == 1.0)
 
 
 @pytest.mark.parametrize(
@@ -132,4 +130,4 @@ def test_inversion_needs_both_halves_of_its_claim(l2: float, dot: float, holds: 
         {"layer": name, "c": 0.9, "size": 1.0, "last": l2 if name == "L2" else dot}
         for name in inversion.LAYERS
     ]
-    assert inversion.EXPERIMENT.judge(rows).holds is holds
+    assert inversion.judge(rows).holds is holds
