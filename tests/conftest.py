@@ -15,6 +15,7 @@ import torch
 # The tensors are tiny: on busy cores a second thread costs ten times what it brings.
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
+os.environ["JSONARGPARSE_DEPRECATION_WARNINGS"] = "off"  # of what Lightning calls
 os.environ["HF_HUB_OFFLINE"] = (
     "1"  # no test needs the hub; where there is no network it is tried for long
 )

@@ -35,6 +35,7 @@ RANKS = {
             "lipformer.models",
             "lipformer.analysis",
             "lipformer",  # the root re-exports them all, so nothing inside the package imports it
+            "lipformer.__main__",
             "training",
             "recipes",
         )

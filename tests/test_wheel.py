@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from email.message import Message
 from email.parser import Parser
@@ -124,6 +125,25 @@ def test_the_wheel_asks_for_torch_and_einops_alone(wheel_metadata: Message) -> N
     assert wheel_metadata["License-Expression"] == "Apache-2.0"
 
 
+def test_the_version_is_one(wheel_metadata: Message) -> None:
+    version = wheel_metadata["Version"]
+    assert f'__version__ = "{version}"\n' in (ROOT / "lipformer" / "__init__.py").read_text()
+    assert f"version: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"\n## {version} (" in (ROOT / "CHANGELOG.md").read_text()
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="make dist builds what is committed")
+def test_two_builds_are_the_same_and_the_sdist_holds_the_recipes(tmp_path: Path) -> None:
+    printed = run(sys.executable, ROOT / ".ci" / "dist.py", "--out", tmp_path, cwd=tmp_path)
+    assert re.fullmatch(r"[0-9a-f]{64} \S+\.tar\.gz\n[0-9a-f]{64} \S+\.whl\n", printed)
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"recipes/quickstart.yaml", "training/cli.py", "tests/oracles.py", "docs/theory.md"} <= names
+    assert {"Makefile", "constraints.txt", ".ci/run"} <= names
+    assert not {name for name in names if name.startswith(("data", "runs", "build", ".venv"))}
+
+
 def test_the_empty_environment_is_whole_and_empty(empty_python: Path) -> None:
     run(sys.executable, "-m", "pip", "--python", empty_python, "check", cwd=empty_python.parent)
     probe = (
@@ -133,6 +153,14 @@ def test_the_empty_environment_is_whole_and_empty(empty_python: Path) -> None:
     where, others = run(empty_python, "-c", probe, cwd=empty_python.parent).splitlines()
     assert Path(where).is_relative_to(empty_python.parents[1])
     assert others == "[]"
+
+
+def test_the_self_check_passes_in_the_empty_environment(empty_python: Path) -> None:
+    assert run(empty_python, "-m", "lipformer", cwd=empty_python.parent).count("passed on cpu") == 3
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 
 
 def test_the_readme_examples_run_in_the_empty_environment(empty_python: Path) -> None:
