@@ -1,6 +1,6 @@
-"""lipformer: attention you can put a number on.
+"""lipformer: attention layers with a certified Lipschitz constant.
 
-Drop-in layers for Transformers whose Lipschitz constant is known and certified.
+Start with :class:`L2MultiheadAttention` and :func:`certify`; see docs/index.md.
 """
 
 from lipformer import analysis, flows, functional, layers, models

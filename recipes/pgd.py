@@ -1,6 +1,6 @@
 """Projected gradient ascent in the l2 norm: how much of a model's accuracy an attack takes away.
 
-Source: Madry et al. 2018. What it finds is an upper bound of the robust accuracy; a certificate is a
+Source: Madry et al. 2018. What it finds is an upper bound on the robust accuracy; a certificate is a
 lower bound, so that PGD accuracy is never below certified accuracy.
 """
 

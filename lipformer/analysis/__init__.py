@@ -1,7 +1,7 @@
 """How smooth is attention? Local bounds and gains of dot-product attention.
 
-Dot-product attention has no global Lipschitz constant. What is here bounds it on a ball or around one
-input, measures it on real models, and carries perturbations through a network.
+Dot-product attention has no finite Lipschitz constant. This package bounds it on a ball or around one
+input, measures its local gain in real models, and propagates perturbations through a network.
 """
 
 from lipformer.analysis.bounds.adversarial import (

@@ -208,7 +208,7 @@ Attention = AttentionMaps | HasAttentionMaps | nn.Module
 
 
 def attention_maps(attn: Attention) -> AttentionMaps:
-    """The maps of an attention layer in float64, differentiable in its weights.
+    """Returns the maps of an attention layer in float64, differentiable in its weights.
 
     Args:
         attn: maps (returned as they are), `torch.nn.MultiheadAttention` used as self-attention, or

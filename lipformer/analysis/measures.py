@@ -36,7 +36,7 @@ Field = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def measure_attention(attn: Attention, x: Tensor, weights: Tensor) -> Tensor:
-    r"""Attention on a weighted cloud of tokens; equal weights give the layer itself.
+    r"""Applies attention to a weighted cloud of tokens; equal weights give the layer itself.
 
     .. math:: T_\mu(x_i) = c + \sum_h \sum_j P^h_{ij}\, x_j W_h, \qquad
               P^h_{ij} = \frac{a_j \exp S^h_{ij}}{\sum_k a_k \exp S^h_{ik}}
@@ -57,7 +57,7 @@ def measure_attention(attn: Attention, x: Tensor, weights: Tensor) -> Tensor:
 
 @torch.no_grad()
 def measure_gain(attn: Attention, x: Tensor, weights: Tensor) -> Tensor:
-    r"""Local gain of `measure_attention` in the Wasserstein distance W2, no mass being split.
+    r"""Local gain of `measure_attention` in the Wasserstein distance W2, without splitting mass.
 
     .. math:: \big\|D_a^{1/2} J D_a^{-1/2}\big\|
 
@@ -106,7 +106,7 @@ def measure_gain_estimate(
     tol: float = 1e-6,
     generator: torch.Generator | None = None,
 ) -> Estimate:
-    """`measure_gain` of one cloud from below, by Lanczos: no Jacobian is made.
+    """Lower estimate of `measure_gain` of one cloud by Lanczos, without a Jacobian.
 
     Args:
         attn: as in `measure_attention`.
@@ -130,7 +130,7 @@ def measure_gain_estimate(
 
 @torch.no_grad()
 def split_gain(attn: Attention, x: Tensor, weights: Tensor) -> Tensor:
-    r"""Local W2 gain of `measure_attention` where mass at a token may split and move apart.
+    r"""Local W2 gain of `measure_attention` if the mass of a token may split.
 
     .. math:: \max\big(\|D_a^{1/2} J D_a^{-1/2}\|,\ \max_i \|G_i\|\big), \qquad G_i = \nabla T_\mu(x_i)
 
@@ -173,7 +173,7 @@ def split_attack(
     *,
     step: float = 1e-3,
 ) -> SplitAttack:
-    """Splits the token with the largest :math:`||G_i||` in two and measures what W2 does.
+    """Splits the token with the largest :math:`||G_i||` in two and measures the ratio of W2 distances.
 
     Args:
         attn: as in `measure_attention`.
@@ -183,7 +183,7 @@ def split_attack(
             1e-8 of the longest token, as the ratio would be made of rounding errors below.
 
     Returns:
-        A `SplitAttack`; its ratio is a lower bound of the W2 Lipschitz constant on any set that holds
+        A `SplitAttack`; its ratio is a lower bound on the W2 Lipschitz constant on any set that holds
         both clouds, up to rounding errors of some 1e-15 of the tokens over :math:`t\\sqrt{a_i}`.
     """
     field, wide, a = _wide(attn, x, weights, single=True)

@@ -1,4 +1,4 @@
-"""Certified upper bounds of Lipschitz constants: rules for modules, and how they compose."""
+"""Certified upper bounds on Lipschitz constants: rules for modules, and how they compose."""
 
 from lipformer.certificate import (  # noqa: F401  rules
     activations,

@@ -35,19 +35,19 @@ def certify(
     radius: float | None = None,
     example: Tensor | None = None,
 ) -> Certificate:
-    r"""A certified upper bound of a module's Lipschitz constant.
+    r"""Returns a certified upper bound on a module's Lipschitz constant.
 
-    The bound is for exact arithmetic with the weights that the module multiplies by (docs/certificates,
-    "The function"). It holds for the module in the mode (train or eval) it is in now.
+    The bound holds for exact arithmetic with the weights that the module multiplies by
+    (docs/certificates, "The function"), in the module's current mode (train or eval).
 
-    With ``at`` and ``radius`` it is one around inputs: for each sample x of ``at`` and every x' with
+    With ``at`` and ``radius`` the bound is local: for each sample x of ``at`` and every x' with
     :math:`\|x' - x\| \le \epsilon` it holds that :math:`\|f(x') - f(x)\| \le L \epsilon`
     (docs/certificates, "Around an input"), by the moduli of
     :func:`lipformer.analysis.perturbation_bound`.
 
-    With ``example`` a model may have a forward of its own, around modules that have a rule: it is run on
-    the example, and followed operation by operation (docs/certificates, "A forward of your own"). The
-    bound is then one for samples of the example's shape.
+    With ``example`` a model may have its own forward around modules that have a rule: it runs on
+    the example and is traced operation by operation (docs/certificates, "A forward of your own"). The
+    bound then holds for samples of the example's shape.
 
     Args:
         module: any module made of classes that have a rule: lipformer's layers, the usual torch
@@ -55,15 +55,15 @@ def certify(
             torch.compile, AveragedModel, fully_shard or a class that only calls its one child.
         seq_len: the largest number of tokens; needed by attention without ``max_len``, window or
             ALiBi.
-        norm: "l2" (Frobenius over tokens), "token" (largest token), "self" (a causal layer's gain of
-            a token on itself, Theorem E) or "linf".
-        at: samples (B, N, D), (B, D) or images; a language model takes its embedded tokens.
+        norm: "l2" (Frobenius over tokens), "token" (largest token), "self" (a token's effect on its own
+            output in a causal layer, Theorem E) or "linf".
+        at: samples (B, N, D), (B, D) or images; for a language model embedded tokens.
         radius: :math:`\epsilon > 0`, in the l2 norm of a sample; needs ``at``.
-        example: a batch of samples (B, ...), without ``seq_len``, ``at`` and ``radius``. Of integers,
-            they are symbols, and the bound counts from the output of the embedding that takes them.
+        example: a batch of samples (B, ...), without ``seq_len``, ``at`` and ``radius``. Integers are
+            symbols, and the bound holds from the output of the embedding that looks them up.
 
     Raises:
-        NotCertifiable: some submodule has no bound in this norm; it names path, reason and remedy.
+        NotCertifiable: a submodule has no bound in this norm; names its path, the reason and a remedy.
 
     Example:
         >>> linear = nn.Linear(2, 2, bias=False)

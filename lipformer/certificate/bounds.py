@@ -54,7 +54,7 @@ class Bound:
 
 @dataclass(frozen=True)
 class Ask:
-    """What a rule is asked: a bound in this norm, for sequences of at most this length.
+    """The question to a rule: a bound in this norm, for sequences of at most this length.
 
     Attributes:
         norm: "l2", "token", "self" or "linf".
@@ -86,7 +86,7 @@ class Ask:
         return self.norm == "l2" and not self.in_forward and not tracing()
 
     def spectral_norm(self, weight: Tensor) -> Tensor:
-        """An upper bound of the spectral norm of ``weight`` (m, n), a float64 scalar."""
+        """An upper bound on the spectral norm of ``weight`` (m, n), a float64 scalar."""
         for other, norm in self.known or ():
             if other is weight:
                 return norm
@@ -151,9 +151,9 @@ bound_rules: Rules[_Rule] = Rules("bound", "lipformer.register_bound")
 
 
 def register_bound(module_class: type[nn.Module]) -> Callable[[_R], _R]:
-    """Decorator: teaches :func:`lipformer.certify` a module class.
+    """Decorator that registers the bound of a module class for :func:`lipformer.certify`.
 
-    The rule gets the module and an :class:`Ask` and returns an upper bound of the module's
+    The rule gets the module and an :class:`Ask` and returns an upper bound on the module's
     Lipschitz constant in ``ask.norm``: a number, a scalar tensor (through which gradients flow, for
     :class:`Contractive`) or a :class:`Bound` with parts. ``ask.child(module, name)`` bounds a
     submodule, ``ask.in_turn`` several that run one after another. A module whose output has another

@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Certificate:
-    """A proven upper bound of a module's Lipschitz constant.
+    """A proven upper bound on a module's Lipschitz constant.
 
     Attributes:
         bound: the bound, rounded up.
@@ -71,7 +71,7 @@ class Certificate:
 
 
 class NotCertifiable(Exception):
-    """A module has no finite bound in the norm asked for, or none is known.
+    """Raised for a module without a known finite bound in the requested norm.
 
     Attributes:
         path: the module's path inside the model, "" for the model itself.

@@ -19,7 +19,7 @@ from lipformer.functional.rounding import enlarge, is_cast, running
 
 
 def spectral(weight: Tensor) -> Tensor:
-    """An upper bound of ||W|| as a float64 scalar that keeps its gradient."""
+    """An upper bound on ||W|| as a float64 scalar that keeps its gradient."""
     return spectral_norm_bound(weight).double()
 
 
@@ -117,7 +117,7 @@ def conv_bound(
     dilation: tuple[int, ...],
     norm: str = "l2",
 ) -> Tensor:
-    r"""A bound of a convolution with zero padding and any stride, dilation and groups.
+    r"""Bounds the norm of a convolution with zero padding and any stride, dilation and groups.
 
     In l2 the smaller of :math:`\sum_a \|K_a\|` over the taps :math:`a` (each tap is a matrix times a
     shift, and a shift has norm at most 1) and :math:`\sqrt{r}\,\|K\|` with the kernel as one matrix

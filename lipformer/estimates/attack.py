@@ -55,7 +55,7 @@ def attack_lipschitz(
     lr: float = 0.1,
     generator: torch.Generator | None = None,
 ) -> Attack:
-    r"""Search inputs for the largest local gain of fn: a lower estimate of its constant.
+    r"""Searches for the input with the largest local gain of fn: a lower estimate of its constant.
 
     Gradient ascent (Adam) on x of |J(x) v|, J = fn'(x), the direction v refreshed by power steps
     (`dual_steps`) in each step, from several starts at once:
@@ -71,7 +71,7 @@ def attack_lipschitz(
 
     All but the first are first scanned over sizes, from 1e-2 to 1e3 times that of x0 and as far
     around one, and climb from the best. The result is never below the estimate at x0. Inputs where
-    fn or its Jacobian is not finite are passed over.
+    fn or its Jacobian is not finite are skipped.
 
     Args:
         fn: Maps x0 to a tensor, or to a tuple whose first element is one. All starts go through

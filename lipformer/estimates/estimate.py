@@ -66,12 +66,12 @@ def estimate_lipschitz(
 
     Tokens are the indices of all dimensions but the last. Samples of a batch do not interact, so
     the value of a batch is the largest over its samples. "l2" is found by Lanczos (see
-    `top_singular_pair`), the others by a power method (see `dual_steps`). The result is reached
-    from below: it tells what fn does at x, and nothing about other inputs.
+    `top_singular_pair`), the others by a power method (see `dual_steps`). The result is a lower
+    estimate at x and says nothing about other inputs.
 
     Args:
         fn: Maps x to a tensor, or to a tuple whose first element is one (nn.Module or any
-            callable). It is used in the mode it is in; its parameters get no gradient.
+            callable). Its mode (train or eval) is not changed; its parameters get no gradient.
         x: The input, (*, N, D), floating point; the work is done in its dtype.
         norm: "l2", "token", "self" or "linf".
         tol: Relative tolerance.

@@ -67,7 +67,7 @@ class FirstBatch(nn.Module, ABC):
 
 
 class ActNorm(FirstBatch, TokenWise):
-    r""":math:`y = (x + b)\,e^s` for each feature; the first training batch gets mean 0, deviation 1.
+    r"""Scales features, :math:`y = (x + b)\,e^s`, to mean 0 and deviation 1 on the first training batch.
 
     :math:`\log|\det J| = T \sum_k s_k` with T the unpadded tokens of a sample, which alone count for
     mean and deviation too. Until a first batch has come (:class:`FirstBatch`) the map is the identity.

@@ -77,7 +77,7 @@ def run(
 
 
 class InvertibleSequential(OnePass, nn.Sequential):
-    """Blocks one after another: a map as invertible as they are, which has the same four methods.
+    """Composes invertible blocks, one after another; it has the same four methods as they have.
 
     Args:
         blocks: modules with forward, inverse, forward_and_log_det and inverse_and_log_det, such as
@@ -263,7 +263,7 @@ def standard_normal_log_prob(z: Tensor) -> Tensor:
 
 
 class Flow(Layer):
-    r"""Density of sequences or sets (B, T, D): noise pulled through invertible blocks.
+    r"""Density of sequences or sets (B, T, D), defined by invertible blocks from data to noise.
 
     .. math:: \log p(x) = \log p_0(f(x)) + \log|\det f'(x)|
 

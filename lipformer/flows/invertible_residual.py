@@ -37,18 +37,18 @@ MODES = ("norm", "causal")
 
 
 class InvertibleResidual(Freezable):
-    r"""y = x + f(x) with f = coeff / UB(branch) times a branch: a map that has an inverse.
+    r"""Invertible residual block y = x + f(x), where f = coeff / UB(branch) times the branch.
 
-    Mode "norm": f has constant at most c = coeff < 1 in some norm, so that the block has constant at
+    Mode "norm": f has constant at most c = coeff < 1 in some norm, so the block has constant at
     most 1 + c and its inverse 1/(1 - c) in that norm. Mode "causal" (Theorem E): only each token's own
     map has constant at most c, which shrinks the branch far less; the inverse goes token by token, and
-    an error in one token may grow in later ones. A branch of bound 0 is multiplied by c alone: if no
-    token has an effect on itself any factor would do, and a large one would let such errors grow without
+    an error in one token may grow in later ones. A branch of bound 0 is only multiplied by c: if no
+    token has an effect on itself any factor is valid, but with a large one errors could grow without
     limit. The bound UB is recomputed from the weights in each forward pass, so the condition holds after
     every optimiser step, load or copy.
 
     Tokens are batch first, (B, T, D). Padded tokens pass unchanged and influence no other. A branch that
-    takes a context (B, C), as one with a :class:`ContextBias` does, gets the one that is given; the
+    takes a context (B, C), such as one with a :class:`ContextBias`, gets the given context; the
     block is invertible in x for every context.
 
     Args:
@@ -60,13 +60,13 @@ class InvertibleResidual(Freezable):
         norm: mode "norm": "l2", "token", "linf", or None for the one with the smallest bound.
         seq_len: the largest number of tokens.
         log_det: default method, "exact", "causal", "series" or "roulette". None is "auto": "causal"
-            where the branch is causal, else "roulette" in training; in eval mode what is exact, or the
-            best that is affordable (:func:`residual_log_det`). In eval mode the two estimates give way
-            to "auto" as well, unless a generator comes with the call or the call names them.
-        terms: terms of "series", or sure terms of "roulette"; None for their defaults.
+            where the branch is causal, else "roulette" in training; in eval mode "exact" if affordable,
+            else "series" (:func:`residual_log_det`). In eval mode "series" and "roulette" are replaced
+            by "auto" too, unless the call gives a generator or names the method.
+        terms: terms of "series", or the terms that "roulette" always takes; None for their defaults.
         probes: random probes of the estimators.
-        accelerate: use Anderson acceleration in the inverse, or not; None: where plain steps turn out
-            to be slow, which those of attention hardly ever are.
+        accelerate: use Anderson acceleration in the inverse; None: only if simpler steps turn out
+            to be slow, which is rare for attention.
 
     Attributes:
         branch: f, a Contractive.
@@ -132,7 +132,7 @@ class InvertibleResidual(Freezable):
 
     @property
     def coeff(self) -> float:
-        """c as the branch has it now: one for branch, solver and log-determinants."""
+        """c, read from the branch: solver and log-determinants use the same value."""
         if isinstance(self.branch, Contractive):
             return self.branch.coeff
         assert self._baked is not None
@@ -180,17 +180,17 @@ class InvertibleResidual(Freezable):
         tol: float = 1e-6,
         max_iter: int = 1000,
     ) -> Tensor:
-        """The x with forward(x) = y, differentiable once; ``self.record`` says how it was found.
+        """Finds x with forward(x) = y, differentiable once; ``self.record`` has the error bound.
 
-        Runs without autocast, in the dtype of the weights. Not for torch.compile, which would unroll
-        the iterations for a minute and gain nothing: compile what lies around it.
+        Runs without autocast, in the dtype of the weights. Do not compile it: torch.compile would unroll
+        the iterations for a minute and gain nothing. Compile the code around it.
 
         Args:
             y: (B, T, D), finite.
             key_padding_mask: as in forward.
             context: as in forward; differentiable too.
-            tol: tolerance of the error relative to max(1, max|y|), in the norm in use. Below what the
-                dtype can give, the inverse is as exact as it gets, and the record says how exact.
+            tol: tolerance of the error relative to max(1, max|y|), in the norm in use. If the dtype
+                cannot reach it, the inverse is as exact as possible, and the record says how exact.
             max_iter: most evaluations of the branch (mode "causal": for each token).
 
         Raises:

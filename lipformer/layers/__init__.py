@@ -1,4 +1,4 @@
-"""Layers: modules that hold weights and have a constant that certify knows."""
+"""Layers: modules with weights that certify can bound."""
 
 from lipformer.layers.activations import LipSwish, MaxMin
 from lipformer.layers.attention import bound, own_token  # noqa: F401  rules

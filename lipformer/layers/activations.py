@@ -48,7 +48,7 @@ class _SortPairs(torch.autograd.Function):
 
 
 class MaxMin(nn.Module):
-    """Sorts feature k and feature k + d/2 of each token: the larger first. Keeps all norms.
+    """Sorts features k and k + d/2 of each token, the larger first, which preserves all norms.
 
     Source: GroupSort with groups of two (Anil, Lucas, Grosse 2019).
     """

@@ -14,7 +14,7 @@ from lipformer.layers.per_head import per_head
 
 
 class Call(NamedTuple):
-    """What goes along with the tokens to every module that takes it.
+    """Further arguments that are passed with the tokens to every module that takes them.
 
     Attributes:
         key_padding_mask: (B, N), True at padded tokens, or None.

@@ -46,13 +46,13 @@ def positive(bound: Tensor) -> Tensor:
 
 
 class Contractive(Freezable):
-    r""":math:`\frac{c}{UB(f)} f`, of constant at most c in the norm of UB, the certified bound of f.
+    r"""Divides a module f by its bound UB: :math:`\frac{c}{UB(f)} f` has constant at most c.
 
     UB is recomputed in every forward pass and gradients flow through it. L2 attention is divided head
-    by head, each by its own gain (docs/theory, section 2), so that heads of short range are hardly
-    shrunk; so is a sequence that holds one attention, the other parts' bounds divided out with it, and
-    then the factors act in the attention and not at the end. Dropout in the module counts as in eval
-    mode. A module of bound 0 has nothing to divide by and is multiplied by c alone.
+    by head, each head by its own gain (docs/theory, section 2), so that heads of short range are hardly
+    shrunk. So is a sequence with one attention layer: its factors then also divide by the bounds of the
+    other parts, and act inside the attention. Dropout in the module is treated as in eval mode. A module
+    of bound 0 is only multiplied by c.
 
     Args:
         module: any certifiable module. Attention needs a length: ``seq_len``, its own max_len, a

@@ -25,7 +25,7 @@ _rules: Rules[_Rule] = Rules("step", "lipformer.layers.register_step")
 
 
 def register_step(module_class: type[nn.Module]) -> Callable[[_R], _R]:
-    """Decorator: teaches :func:`step_module` a class of causal modules.
+    """Decorator that registers the step of a class of causal modules for :func:`step_module`.
 
     The rule gets the module, new tokens x (B, T, D), the cache of the step before (None at the first)
     and a :class:`Call`, and returns the rows of the new tokens as the full pass would give them, and the

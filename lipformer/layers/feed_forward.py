@@ -17,7 +17,7 @@ class FeedForward(nn.Sequential, Layer):
     Args:
         dim: width of the tokens.
         hidden: width between the two layers.
-        coeff: bound of the two linear maps together, or None for plain nn.Linear layers.
+        coeff: bound on the product of their norms, or None for plain nn.Linear layers.
         activation: default MaxMin, of constant 1.
         dropout: dropout after the activation, in training.
         bias: learned biases.

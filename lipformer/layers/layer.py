@@ -20,7 +20,7 @@ _rules: Rules[_Rule] = Rules("baked form", "lipformer.layers.register_bake")
 
 
 def register_bake(module_class: type[nn.Module]) -> Callable[[_B], _B]:
-    """Decorator: how a class is baked.
+    """Decorator that registers how a class is baked.
 
     The rule gets a module, a copy that it may change, and returns one with plain weights and the same
     outputs. A module in two places of a model may come to it again, baked. Classes without a rule stay,
@@ -31,7 +31,7 @@ def register_bake(module_class: type[nn.Module]) -> Callable[[_B], _B]:
 
 @torch.no_grad()
 def bake(model: nn.Module) -> nn.Module:
-    """A copy of a layer or model with plain weights.
+    """Returns a copy of a layer or model with plain weights.
 
     SpectralLinear becomes nn.Linear, Contractive attention becomes attention with scaled output
     weights, the paper's form of attention becomes the lean form, weights bounded by

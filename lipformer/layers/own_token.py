@@ -47,7 +47,7 @@ def register_own_token(
     parts: Callable[..., dict[str, nn.Module]] = lambda module: {},
     causal: Callable[..., bool] = lambda module: True,
 ) -> Callable[[_P], _P]:
-    r"""Decorator: teaches causal log-determinants a class of causal or token-wise modules.
+    r"""Decorator that registers the own-token derivative of a class for causal log-determinants.
 
     The rule gets the module, tokens x (B, T, in), tangents u (R, B, T, in) and a :class:`Call`, and
     returns the output (B, T, out) and :math:`J_{ii} u_i` (R, B, T, out).

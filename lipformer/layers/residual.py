@@ -22,10 +22,10 @@ def same_shape(x: Tensor, out: Tensor) -> Tensor:
 
 
 class Residual(OnePass):
-    """x + f(x), of constant at most 1 + Lip(f).
+    """Computes x + f(x), of constant at most 1 + Lip(f).
 
     Args:
-        branch: f, any module; of a tuple it returns the first element is taken.
+        branch: f, any module; if it returns a tuple, the first element is used.
     """
 
     def __init__(self, branch: nn.Module) -> None:
@@ -47,7 +47,7 @@ class Residual(OnePass):
 
 
 class ConvexResidual(OnePass):
-    """(1 - a) x + a f(x), of constant at most 1 - a + a Lip(f): 1 around a 1-Lipschitz branch.
+    """Computes (1 - a) x + a f(x), of constant at most 1 - a + a Lip(f): 1 for a 1-Lipschitz branch.
 
     Args:
         branch: f.

@@ -59,7 +59,7 @@ class SpectralBound(Freezable):
     Args:
         coeff: :math:`c > 0`.
         mode: "cap", "normalize" or "orthogonal".
-        measure: upper bound of the weight's norm as a linear map, the spectral norm by default.
+        measure: upper bound on the weight's norm as a linear map, the spectral norm by default.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ def _conv_norm(module: nn.Conv1d | nn.Conv2d, weight: Tensor) -> Tensor:
 def spectral_bound(
     module: nn.Module, name: str = "weight", coeff: float = 1.0, mode: str = "cap"
 ) -> nn.Module:
-    """Keeps the spectral norm of a module's weight at or below ``coeff``, for good.
+    """Keeps the spectral norm of a module's weight at most at ``coeff``, also during training.
 
     Registers :class:`SpectralBound` as a torch parametrization: ``module.weight`` becomes the bounded
     weight, ``module.parametrizations.weight.original`` the trained one.
@@ -207,10 +207,10 @@ def _refuse_pickle(module: nn.Module) -> NoReturn:
 
 
 class SpectralLinear(nn.Linear, Layer):
-    r"""Linear layer :math:`x W^\top + b` with :math:`\|W\| \le c` at every moment.
+    r"""Linear layer :math:`x W^\top + b` that keeps :math:`\|W\| \le c`, also during training.
 
-    Initialised orthogonal: a Gaussian matrix divided by its norm has a typical gain of 1/2, an
-    orthogonal one of 1.
+    Initialised orthogonal: a Gaussian matrix divided by its norm typically halves a vector, an
+    orthogonal one keeps its length.
 
     Args:
         in_features: width of the input.
@@ -240,7 +240,7 @@ class SpectralLinear(nn.Linear, Layer):
 
     @property
     def coeff(self) -> float:
-        """c; set anew, it holds from the next forward pass on."""
+        """c; a new value takes effect in the next forward pass."""
         return self._bound().certified_coeff
 
     @coeff.setter

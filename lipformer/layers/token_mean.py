@@ -30,10 +30,10 @@ def mean_free(x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
 
 
 class TokenMean(nn.Module):
-    r"""The mean of the tokens that are no padding, of constant :math:`1/\sqrt{n_0}` in the l2 norm.
+    r"""Averages the tokens without padding, with constant :math:`1/\sqrt{n_0}` in the l2 norm.
 
-    For n tokens it is :math:`\frac{1}{\max(n, n_0)} \sum_i e_i`: where there are fewer than
-    :math:`n_0` the rest count as zeros, so that
+    For n tokens it is :math:`\frac{1}{\max(n, n_0)} \sum_i e_i`: if there are fewer than
+    :math:`n_0`, the missing ones count as zeros, so that
 
     .. math:: \Big\|\frac{1}{\max(n, n_0)} \sum_{i=1}^n e_i\Big\|
         \le \frac{\sqrt n}{\max(n, n_0)} \|E\|_F \le \frac{1}{\sqrt{n_0}} \|E\|_F,

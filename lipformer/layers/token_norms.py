@@ -13,7 +13,7 @@ from lipformer.layers.token_wise import register_token_wise
 
 
 class CenterNorm(nn.Module):
-    r""":math:`\frac{d}{d-1}\,(x - \bar x)` for each token, with an optional learned affine map.
+    r"""Centres each token, :math:`\frac{d}{d-1}\,(x - \bar x)`, with an optional learned affine map.
 
     Source: LipsFormer. Constant d/(d-1) in the l2 and token norms (2 in linf), times max|gamma|.
 
@@ -51,7 +51,7 @@ def _(module: CenterNorm, ask: Ask) -> Bound:
 
 
 class BallProjection(nn.Module):
-    r"""Projection of each token on the ball of radius R: :math:`x \min(1, R/\|x\|)`.
+    r"""Projects each token on the ball of radius R: :math:`x \min(1, R/\|x\|)`.
 
     Constant 1 in the l2 and token norms.
 

@@ -88,21 +88,21 @@ class TokenWindow(Layer):
 
 
 class TokenShift(TokenWindow):
-    r"""Takes some features of each token from the token before it: :math:`(a_i, b_{i-1})`.
+    r"""Takes some features of each token from the previous token: :math:`(a_i, b_{i-1})`.
 
     With tokens :math:`x_i = (a_i, b_i)`, b the last ``shifted`` features, and :math:`b_0 = 0`. A tied
-    kernel is symmetric and always prefers the token itself, so that attention alone cannot look one
-    back; behind this layer its keys and values know two neighbours, at no cost in the certificate.
+    kernel is symmetric and always prefers the token itself, so attention alone cannot single out the
+    previous token; after this layer keys and values contain both tokens, and the bound does not grow.
 
     Constant: every entry goes to one place or is lost, so the map is a partial isometry, of constant 1
     in the l2 and linf norms. In the token norm :math:`\|(a_i, b_{i-1})\|^2 \le 2 \max_j \|x_j\|^2`, so
     :math:`\sqrt2`; a token's effect on itself is the projection on a, of norm 1. With all features
-    shifted that effect is 0, but 1 is reported all the same: wrappers divide by the bound, and one of 0
-    would let a block of mode "causal" enlarge what tokens tell each other without limit.
+    shifted that effect is 0, but the bound is still 1: wrappers divide by the bound, and with 0 a block
+    of mode "causal" could enlarge the effect of tokens on each other without limit.
 
     Args:
         dim: D >= 1.
-        shifted: number of features from the token before, 0 to D; default half of them.
+        shifted: number of features from the previous token, 0 to D; default half of them.
 
     Example:
         >>> TokenShift(2)(torch.tensor([[[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]]))

@@ -19,7 +19,7 @@ def register_token_wise(
     push: Callable[..., tuple[Tensor, Tensor]] | None = push_token_wise,
     applies: Callable[..., bool] = lambda module: True,
 ) -> None:
-    """Says that a class treats each token alike and alone: a step is a call.
+    """Registers a class that treats each token alike and alone, so that a step is a call.
 
     Args:
         module_class: the class.

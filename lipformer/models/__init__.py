@@ -1,9 +1,9 @@
-"""Models of certified layers for language, images and sequences, and the ones to compare them with.
+"""Models of certified layers for language, images and sequences, and baselines.
 
 A builder for each variant gives a :class:`LanguageModel`: ``lf.models.lipschitz(vocab_size=50)``. Its
-``generate``, ``invert`` (variant "invertible"), ``save_pretrained`` and ``from_pretrained`` do
-the rest. See docs/models.md. :class:`VisionTransformer` classifies images with a certified radius,
-:class:`EncoderClassifier` texts and other sequences.
+methods are ``generate``, ``invert`` (variant "invertible"), ``save_pretrained`` and
+``from_pretrained`` (docs/models.md). :class:`VisionTransformer` classifies images with a certified
+radius, :class:`EncoderClassifier` texts and other sequences.
 """
 
 from lipformer.models.builders import (

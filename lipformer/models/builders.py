@@ -10,7 +10,7 @@ from lipformer.models.language_model import LanguageModel
 
 
 def dot_product(vocab_size: int, **options: Any) -> LanguageModel:
-    """The baseline: pre-norm Transformer with dot-product attention. It has no certificate.
+    """Builds the baseline: pre-norm Transformer with dot-product attention, without a certificate.
 
     Args:
         vocab_size: V.
@@ -22,7 +22,7 @@ def dot_product(vocab_size: int, **options: Any) -> LanguageModel:
 
 
 def l2_untied(vocab_size: int, **options: Any) -> LanguageModel:
-    """The baseline with untied L2 attention (:class:`UntiedL2Attention`). It has no certificate.
+    """Builds the baseline with untied L2 attention (:class:`UntiedL2Attention`), without a certificate.
 
     Options: those of :func:`dot_product`.
     """
@@ -30,7 +30,7 @@ def l2_untied(vocab_size: int, **options: Any) -> LanguageModel:
 
 
 def l2(vocab_size: int, **options: Any) -> LanguageModel:
-    """The baseline with tied L2 attention in the lean form, a quarter fewer attention weights or more.
+    """Builds the baseline with tied L2 attention (lean form): at least a quarter fewer attention weights.
 
     Each attention layer is certified; LayerNorm makes the certificate of the whole finite but useless.
 
@@ -40,7 +40,7 @@ def l2(vocab_size: int, **options: Any) -> LanguageModel:
 
 
 def contractive(vocab_size: int, **options: Any) -> LanguageModel:
-    """The baseline with contractive L2 attention: each layer's output divided by its bound.
+    """Builds the baseline with contractive L2 attention: each layer is divided by its bound.
 
     ``norm`` says in which norm: "self" (default; each token's effect on itself), "l2", "token" or
     "linf". ``bound="kim2021"`` is the paper's scaling, F / UB_inf in the paper's form for max_len
@@ -53,7 +53,7 @@ def contractive(vocab_size: int, **options: Any) -> LanguageModel:
 
 
 def lipschitz(vocab_size: int, **options: Any) -> LanguageModel:
-    """Every layer certified: one number from embedded tokens to logits.
+    """Builds a fully certified model: one bound from embedded tokens to logits.
 
     Convex residuals around branches of constant ``coeff`` and a last linear map of constant at most
     ``head_coeff``, which with the default coeff=1 bounds the whole.
@@ -65,7 +65,7 @@ def lipschitz(vocab_size: int, **options: Any) -> LanguageModel:
 
 
 def invertible(vocab_size: int, **options: Any) -> LanguageModel:
-    """Every block invertible: ``model.invert(model.hidden(x))`` is x.
+    """Builds a model with invertible blocks: ``model.invert(model.hidden(x))`` is x.
 
     With ``norm="self"`` (default) attention is invertible token by token (Theorem E), with "l2",
     "token" or "linf" by a contraction of the whole sequence, which shrinks it more.

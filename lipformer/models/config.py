@@ -50,7 +50,7 @@ _KIM2021: dict[str, Any] = {"norm_place": "post", "value_proj": True, "norm": "l
 
 @dataclass(frozen=True)
 class LanguageModelConfig(ModelConfig):
-    """The whole description of a :class:`LanguageModel`.
+    """All options of a :class:`LanguageModel`.
 
     None, of positions "auto", stands for the variant's default, and is replaced by it.
     Options that a variant does not have stay None; giving them is an error.

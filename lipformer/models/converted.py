@@ -11,7 +11,7 @@ from lipformer.layers.convert.conversion import RECORD, replace_attention
 
 
 def load_converted(directory: str | PathLike[str]) -> nn.Module:
-    """A Hugging Face model that was converted by convert_attention and saved by save_pretrained.
+    """Loads a Hugging Face model that was converted by convert_attention and saved by save_pretrained.
 
     The config has the options of the conversion, so that the model is built, converted and filled with
     the saved weights. (``from_pretrained`` of its class would not know of the new layers.)

@@ -26,7 +26,7 @@ from lipformer.saving.saved_model import SavedModel
 
 
 class EncoderClassifier(OnePass, SavedModel):
-    r"""Sequences, of symbols or of vectors, to the logits of their classes; padding is left out.
+    r"""Classifies sequences of symbols or vectors; padding is ignored.
 
     ``body`` maps embedded tokens to logits, and :func:`lipformer.certify` of the model bounds exactly
     this map: a lookup of integers has no Lipschitz constant. In the variant "l2" every part has a known

@@ -9,7 +9,7 @@ from lipformer.saving.entries import ModelConfig
 
 @dataclass(frozen=True)
 class EncoderClassifierConfig(ModelConfig):
-    """The whole description of an :class:`EncoderClassifier`.
+    """All options of an :class:`EncoderClassifier`.
 
     Attributes:
         variant: "l2" (every part certified) or "dot_product" (a plain pre-norm Transformer encoder of

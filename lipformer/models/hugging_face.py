@@ -13,7 +13,7 @@ NAME = "lipformer_l2"
 
 
 def register_l2_attention() -> None:
-    r"""Teaches transformers the name "lipformer_l2", for ``attn_implementation`` of its models.
+    r"""Registers "lipformer_l2" in transformers, for ``attn_implementation`` of its models.
 
     Attention weights become the softmax of :math:`-s\,\|q_i - k_j\|^2` with the scaling s that the model
     gives its dot products (mostly :math:`1/\sqrt d`, as in Kim, Papamakarios, Mnih 2021); projections,

@@ -23,7 +23,7 @@ from lipformer.saving.saved_model import SavedModel
 
 
 class LanguageModel(OnePass, SavedModel):
-    """A causal Transformer over symbols: tokens to the logits of the next one.
+    """A causal Transformer over symbols: maps tokens to the logits of the next one.
 
     ``body`` maps embedded tokens to logits, and :func:`lipformer.certify` of the model bounds exactly
     this map: a lookup of integers has no Lipschitz constant. ``body.trunk`` ends at the hidden

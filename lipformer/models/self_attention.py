@@ -14,7 +14,7 @@ from lipformer.layers.layout import padding
 
 
 class DotProductSelfAttention(Layer):
-    r"""Each token sees all: logits :math:`q_i \cdot k_j / \sqrt d`, on torch's SDPA.
+    r"""Unmasked dot-product self-attention: logits :math:`q_i \cdot k_j / \sqrt d`, by torch's SDPA.
 
     It has no global Lipschitz constant. Around an input LoFAST bounds it, the better the smaller the
     weights are; hence the two coefficients. Source: Vaswani et al. 2017.

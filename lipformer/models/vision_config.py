@@ -9,7 +9,7 @@ from lipformer.saving.entries import ModelConfig
 
 @dataclass(frozen=True)
 class VisionTransformerConfig(ModelConfig):
-    """The whole description of a :class:`VisionTransformer`.
+    """All options of a :class:`VisionTransformer`.
 
     Attributes:
         variant: "dot_product" (dot-product attention on tokens inside a ball, certified around each

@@ -123,7 +123,7 @@ def _(module: Positions, ask: Ask) -> Bound:
 
 
 class VisionTransformer(OnePass, SavedModel):
-    r"""Images with pixels in [0, 1] to the logits of their classes.
+    r"""Classifies images with pixels in [0, 1].
 
     All but the attention has a known constant: patches that do not overlap, an embedding of norm 1,
     convex residuals around branches of norm at most 1, no class token and no LayerNorm. The last module

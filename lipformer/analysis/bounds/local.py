@@ -100,7 +100,7 @@ def local_bound(
 
 
 def jasmin_loss(attn: Attention, x: Tensor, mask: Tensor | None = None) -> Tensor:
-    r"""The part of JaSMin's bound that the weights decide, as a regulariser for training.
+    r"""The part of JaSMin's bound that depends on the weights, as a regulariser.
 
     .. math:: \frac1H \sum_h \log \max_i\, p_1 (1 - p_1 + p_2)
 

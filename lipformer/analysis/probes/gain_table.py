@@ -23,7 +23,7 @@ class GainRow:
         n: tokens.
         radius: largest Euclidean norm of a token that enters the layer.
         gain: largest singular value of the Jacobian found (a lower estimate, see `converged`).
-        bound: upper bound of it at this input; None where it was not asked for or there is none.
+        bound: upper bound on it at this input; None where it was not asked for or there is none.
         products: products with the Jacobian that the estimate took.
         converged: whether the estimate met its tolerance.
     """

@@ -30,7 +30,7 @@ def layer_gains(
     progress: bool = False,
     generator: torch.Generator | None = None,
 ) -> GainTable:
-    r"""The local gain of every self-attention layer of a model at the tokens that enter it.
+    r"""Measures the local gain of every self-attention layer of a model at its input tokens.
 
     For each sequence the model runs once; for each layer the largest singular value of the Jacobian of
     its pure attention (no residual, no normalisation, no dropout; its own mask) at the tokens (N, D)

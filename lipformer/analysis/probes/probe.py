@@ -38,7 +38,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 @dataclass(frozen=True, eq=False)
 class AttentionProbe:
-    """One attention layer of a model, seen at one sequence.
+    """The attention of one layer of a model as a function of its tokens, at one sequence.
 
     Calling it gives the layer's pure attention of other tokens (N, D): no residual, no normalisation,
     no dropout, with the mask of the layer's own call.
@@ -116,7 +116,7 @@ def probe_attention(
     output_projection: bool = True,
     forward: Callable[[Tensor], Any] | None = None,
 ) -> list[AttentionProbe]:
-    """Every self-attention layer of a model with the hidden tokens that enter it.
+    """Returns every self-attention layer of a model with its input tokens.
 
     The model runs once on the sequence, in evaluation mode and without gradient. For each layer the
     extracted attention is compared with the layer's own output on its own input, constants taken off,

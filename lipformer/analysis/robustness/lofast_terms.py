@@ -16,7 +16,7 @@ EXACT = 256
 
 
 def mixing_norm(weights: Tensor, values: Tensor, residual: float, scale: float) -> Tensor:
-    r"""Upper bound of the norm of :math:`E \mapsto r E + s \sum_h P_h E W_h`, LoFAST's xi.
+    r"""Upper bound on the norm of :math:`E \mapsto r E + s \sum_h P_h E W_h`, LoFAST's xi.
 
     With any matrix :math:`\bar P` in the place of zero (here the mean of the heads, and zero), and
     :math:`\Delta_h = P_h - \bar P`,
@@ -65,7 +65,7 @@ def _shared_norm(factors: Tensor, wide: Tensor, high: Tensor) -> Tensor:
 
 
 def logit_norm(keys: Tensor, queries: Tensor) -> Tensor:
-    r"""Upper bound of the norm of :math:`E \mapsto (E Z_h^\top + U_h E^\top C)_h`, LoFAST's eta.
+    r"""Upper bound on the norm of :math:`E \mapsto (E Z_h^\top + U_h E^\top C)_h`, LoFAST's eta.
 
     This is how logits, centred in each row, move with the tokens: :math:`Z_h = C X A_h^\top`,
     :math:`U_h = X A_h + 1 b_h`, :math:`C = I - 11^\top/N`. At most
@@ -98,7 +98,7 @@ def logit_norm(keys: Tensor, queries: Tensor) -> Tensor:
 
 
 def row_norms(keys: Tensor, queries: Tensor, key_norm: Tensor) -> Tensor:
-    r"""Upper bounds of the norms of :math:`E \mapsto e_i Z^\top + u_i E^\top C`, row i of the logits.
+    r"""Upper bounds on the norms of :math:`E \mapsto e_i Z^\top + u_i E^\top C`, row i of the logits.
 
     The adjoint maps y to the sum of :math:`yZ` in row i and of :math:`(Cy) \otimes u_i`, of squared norm
     at most :math:`\|Z\|^2 + \|u_i\|^2 + 2\max_{\|y\|=1} y_i\, y \cdot Z u_i`, and the last maximum, of a
@@ -107,7 +107,7 @@ def row_norms(keys: Tensor, queries: Tensor, key_norm: Tensor) -> Tensor:
     Args:
         keys: Z, (*, N, D).
         queries: U, (*, N, D).
-        key_norm: upper bound of ||Z||, (*,).
+        key_norm: upper bound on ||Z||, (*,).
 
     Returns:
         (*, N).
@@ -141,7 +141,7 @@ def logit_gaps(scores: Tensor) -> Tensor:
 
 
 def softmax_slope(nearest: Tensor, largest: Tensor, moves: Tensor) -> Tensor:
-    r"""Upper bound of :math:`\|p' - p\| / \|s' - s\|` for logits whose gaps move by at most c.
+    r"""Upper bound on :math:`\|p' - p\| / \|s' - s\|` for logits whose gaps move by at most c.
 
     Along the segment of logits the Jacobian has norm at most :math:`\max_j 2p_j(1-p_j)`,
     :math:`\max_j p_j` and 1/2, and each :math:`z_j = \mathrm{logit}(p_j)` has moved by at most ct
@@ -179,7 +179,7 @@ def softmax_slope(nearest: Tensor, largest: Tensor, moves: Tensor) -> Tensor:
 
 
 def gap_moves(keys: Tensor, lengths: Tensor) -> Tensor:
-    r"""Upper bounds of :math:`\max_k |\delta_j - \delta_k| / \epsilon`, which bounds how a gap moves.
+    r"""Upper bounds on :math:`\max_k |\delta_j - \delta_k| / \epsilon`, which bounds how a gap moves.
 
     The logit (i, j) moves by :math:`\delta_j = e_i \cdot z_j + (u_i + e_i A) \cdot e_j`, and
     :math:`\mathrm{logit}(p_j)` on the way at the rate of :math:`\delta_j` less a mean of the others. So
@@ -216,7 +216,7 @@ def spreads(rows: Tensor, weights: Tensor, allowed: Tensor) -> Tensor:
 
 
 def second_moments(high: Tensor, spread: Tensor) -> Tensor:
-    r"""Upper bound of :math:`\sum_j p_{ij} d_{ij}^2` for weights :math:`p \le \hat P` that sum to one.
+    r"""Upper bound on :math:`\sum_j p_{ij} d_{ij}^2` for weights :math:`p \le \hat P` that sum to one.
 
     At most :math:`\sum_j \hat P_{ij} d_{ij}^2` and :math:`\max_j d_{ij}^2`; (*, N, N) -> (*, N).
     """
@@ -227,7 +227,7 @@ def second_moments(high: Tensor, spread: Tensor) -> Tensor:
 def covariance_term(
     eps: Tensor, high: Tensor, key_spread: Tensor, value_spread: Tensor, lengths: Tensor
 ) -> Tensor:
-    r"""Upper bound of :math:`\|\sum_h (P_h' - P_h) X W_h\|` through covariances: the best for small eps.
+    r"""Upper bound on :math:`\|\sum_h (P_h' - P_h) X W_h\|` through covariances: the best for small eps.
 
     With weights on the way of at most :math:`\hat P_{ij}` and the second moments
     :math:`\kappa_i = \sum_j \hat P_{ij} |(x_j - m_i) A^\top|^2`,
@@ -238,7 +238,7 @@ def covariance_term(
 
     Args:
         eps: (*,).
-        high: upper bounds of the weights, (*, H, N, N).
+        high: upper bounds on the weights, (*, H, N, N).
         key_spread: |(x_j - m_i) A^T|, (*, H, N, N).
         value_spread: |(x_j - m_i) W|, (*, H, N, N).
         lengths: |u_i| + eps ||A||, (*, H, N).
@@ -263,7 +263,7 @@ def jacobian_norm(
     residual: float,
     scale: float,
 ) -> Tensor:
-    r"""Upper bound of the norm of the Jacobian at X, from its whole (N E, N D) matrix.
+    r"""Upper bound on the norm of the Jacobian at X, from its whole (N E, N D) matrix.
 
     Logit (i, j) of a head moves by :math:`e_i \cdot z_j + u_i \cdot e_j` with the rows of E, so row i by
 
@@ -305,7 +305,7 @@ def remainder_term(
     logit_norm: Tensor,
     value_norm: Tensor,
 ) -> Tensor:
-    r"""Upper bound of :math:`\|f(X + E) - f(X) - Df(X) E\|`, of order :math:`\epsilon^2`.
+    r"""Upper bound on :math:`\|f(X + E) - f(X) - Df(X) E\|`, of order :math:`\epsilon^2`.
 
     .. math:: \epsilon^2 \Bigl( \tfrac12 \max_i (V_i s_i)\, S + \|A\| \max_{ij} (p_{ij} \nu_i)^{1/2} +
               \max_i s_i\, \bigl(\max_j \textstyle\sum_i \hat P_{ij}\bigr)^{1/2} \|W\| \Bigr)
@@ -318,7 +318,7 @@ def remainder_term(
     Args:
         eps: (*,).
         weights: P, (*, H, N, N).
-        high: upper bounds of the weights on the way, (*, H, N, N).
+        high: upper bounds on the weights on the way, (*, H, N, N).
         key_spread: |z_j - \bar z_i|, (*, H, N, N).
         value_spread: |v_j - m_i|, (*, H, N, N).
         lengths: L, (*, H, N).

@@ -53,7 +53,7 @@ _rules: Rules[Rule] = Rules("modulus", "lipformer.analysis.register_perturbation
 
 
 def register_perturbation(module_class: type[nn.Module]) -> Callable[[_R], _R]:
-    """Decorator: teaches :func:`perturbation_bound` a module class.
+    """Decorator that registers a module class for :func:`perturbation_bound`.
 
     The rule gets the module and x (B, *) in float64, which a module in less than float64 takes as if it
     were of its dtype (:class:`~lipformer.functional.wide.Wide`; ``plain(x)`` is an ordinary tensor). It
@@ -121,7 +121,7 @@ class Step(Named):
 
 @torch.no_grad()
 def perturbation_bound(module: nn.Module, x: Tensor, delta: float | Tensor) -> tuple[Tensor, Tensor]:
-    r"""A module's output at x, and how far it can be from that within :math:`\|x' - x\| \le \delta`.
+    r"""Returns a module's output at x and a bound on its change within :math:`\|x' - x\| \le \delta`.
 
     Norms are l2 over all entries of a sample: Frobenius over its tokens, or over the pixels of an image.
     The bound goes through the modules one by one, each at the value that x has there:

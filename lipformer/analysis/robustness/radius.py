@@ -49,7 +49,7 @@ def certified_radius(
     tol: float = 1e-3,
     batch_size: int = 128,
 ) -> Tensor:
-    r"""A radius for each image within which the model's answer is certified to be the label.
+    r"""Returns a radius for each sample within which the predicted class is certified to be the label.
 
     With the bound :math:`\delta(\epsilon)` of how far the last hidden vector h can move
     (:func:`perturbation_bound`) and logits :math:`f_j = \langle w_j, h\rangle + b_j`, the answer y
@@ -123,7 +123,7 @@ def is_certified(
     key_padding_mask: Tensor | None = None,
     batch_size: int = 128,
 ) -> Tensor:
-    """Whether the model's answer is certified to be the label within eps, (B,) bool.
+    """Whether the predicted class is certified to be the label within eps, (B,) bool.
 
     Args:
         model: as for :func:`certified_radius`.
@@ -152,7 +152,7 @@ def certified_accuracy(
     key_padding_mask: Tensor | None = None,
     batch_size: int = 128,
 ) -> list[float]:
-    """The share of images whose label is certified within each radius; at 0 the clean accuracy.
+    """The fraction of samples whose label is certified within each radius; at 0 the clean accuracy.
 
     Args:
         model: as for :func:`certified_radius`.

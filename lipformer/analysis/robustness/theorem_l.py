@@ -200,7 +200,7 @@ def _at_logits(terms: Terms, logits: Tensor) -> Tensor:
 
 
 def _grown(norm: Tensor, low: Tensor, high: Tensor, squares: Tensor, dim: int) -> Tensor:
-    r"""Upper bound of :math:`\|\sum_j W_j y_j y_j^\top\|` from that with weights w, without a norm anew.
+    r"""Upper bound on :math:`\|\sum_j W_j y_j y_j^\top\|` from that with weights w, without a norm anew.
 
     .. math:: \min_{c \ge 1} c \Bigl\|\sum_j w_j y_j y_j^\top\Bigr\| + \sum_j (W_j - c w_j)_+ |y_j|^2
 
@@ -224,7 +224,7 @@ def _grown(norm: Tensor, low: Tensor, high: Tensor, squares: Tensor, dim: int) -
 
 
 def curvature(terms: Terms, eta: Tensor) -> Tensor:
-    r"""H: upper bound of the norm of the second derivative at every Z' within eta, (*,).
+    r"""H: upper bound on the norm of the second derivative at every Z' within eta, (*,).
 
     With :math:`\bar P` of `weight_caps`, :math:`p_i = \max_j \bar P_{ij}` and
     :math:`\bar t = (\sqrt t + \sqrt2 \eta)^2` off the diagonal and 0 on it,
@@ -289,7 +289,7 @@ def _thirds(
     reach: Tensor,
     e: Tensor,
 ) -> Tensor:
-    r"""chi: upper bound of :math:`\frac12 E[\beta^2 (l - E l)^2]^{1/2}` in each row, (*, N).
+    r"""chi: upper bound on :math:`\frac12 E[\beta^2 (l - E l)^2]^{1/2}` in each row, (*, N).
 
     For :math:`\beta_j = a \cdot (z'_j - g'_i)` of a unit vector a and the derivative l of the logits
     along a unit E, with weights :math:`w_{ij} = \bar P_{ij} \rho_{ij}^2` and :math:`\rho_{ij}` above
@@ -311,7 +311,7 @@ def _thirds(
 
 
 def jacobian_bound(terms: Terms) -> Tensor:
-    r""":math:`L_0`: upper bound of the norm of the Jacobian at Z, (*,).
+    r""":math:`L_0`: upper bound on the norm of the Jacobian at Z, (*,).
 
     The smallest of that of its whole matrix, within 0.8%, of blocks
     :math:`P_{ij} (I + 2 (z_j - g_i)(z_i - z_j)^\top)` and :math:`2 C_i` more on the diagonal, and of
@@ -376,7 +376,7 @@ def local_gain(
     gain: Tensor | float = math.inf,
     error: Tensor | float = 0.0,
 ) -> Tensor:
-    r"""Upper bound of :math:`\|\Phi(Z') - \Phi(Z)\| / \|Z' - Z\|` for all steps of at most eta, (*,).
+    r"""Upper bound on :math:`\|\Phi(Z') - \Phi(Z)\| / \|Z' - Z\|` for all steps of at most eta, (*,).
 
     At a distance r of the tokens as stored the Jacobian has norm at most
     :math:`L(r) = \min(G, L_0 + \int_0^r H)`, so that the mean of L(error + s) over s in [0, eta] is such

@@ -163,7 +163,7 @@ def __getattr__(name: str) -> Any:
 
 
 def to_normflows(block: nn.Module, **options: Any) -> Any:
-    """An invertible block as a Flow of normflows, of which forward is latent to data.
+    """Wraps an invertible block as a Flow of normflows; its forward is latent to data.
 
     Args: as in :func:`to_torch_transform`, here and below.
     """
@@ -171,7 +171,7 @@ def to_normflows(block: nn.Module, **options: Any) -> Any:
 
 
 def to_nflows(block: nn.Module, **options: Any) -> Any:
-    """An invertible block as a Transform of nflows, of which forward is data to noise."""
+    """Wraps an invertible block as a Transform of nflows; its forward is data to noise."""
     return _class("NflowsBlock")(block, Options(**options))
 
 
@@ -181,7 +181,7 @@ def to_freia(
     dims_c: Sequence[tuple[int, ...]] | None = None,
     **options: Any,
 ) -> Any:
-    """An invertible block as an InvertibleModule of FrEIA, of which forward is data to latent.
+    """Wraps an invertible block as an InvertibleModule of FrEIA; its forward is data to latent.
 
     In a SequenceINN: ``inn.append(lambda dims_in: to_freia(block, dims_in))``, with FrEIA's list of the
     shape of an event: (T, D), or (D,) with ``vectors``. With a context:
@@ -191,12 +191,12 @@ def to_freia(
 
 
 def to_zuko(block: nn.Module, **options: Any) -> Any:
-    """An invertible block as a LazyTransform of zuko, whose transform is data to noise."""
+    """Wraps an invertible block as a LazyTransform of zuko; its transform is data to noise."""
     return _class("ZukoBlock")(block, Options(**options))
 
 
 def to_pyro(block: nn.Module, **options: Any) -> Any:
-    """An invertible block as a TransformModule of Pyro, called with noise, returning data.
+    """Wraps an invertible block as a TransformModule of Pyro, from noise to data.
 
     A block that takes a context becomes a ConditionalTransformModule, unless ``context`` is given here.
     """

@@ -131,7 +131,7 @@ class BlockTransform(NoiseToData, Transform):  # type: ignore[misc]  # torch's a
 
 
 def to_torch_transform(block: nn.Module, **options: Any) -> BlockTransform:
-    """An invertible block as a transform from noise to data, for TransformedDistribution.
+    """Wraps an invertible block as a transform from noise to data, for TransformedDistribution.
 
     Args:
         block: a module with forward, inverse, forward_and_log_det and inverse_and_log_det.

@@ -53,7 +53,7 @@ _MOST_TERMS = 200
 
 @dataclass(frozen=True)
 class LogDet:
-    """A log-determinant for each sample, and how far it may be from the true one.
+    """A log-determinant for each sample, with its errors.
 
     Attributes:
         value: (B,), differentiable, in at least float32.

@@ -24,7 +24,7 @@ def estimate_inverse_gain(
     steps: int = 10,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    r"""An estimate from below of the largest :math:`\|dx\|_2 / \|dy\|_2` of the inverse at forward(x).
+    r"""Lower estimate of the largest :math:`\|dx\|_2 / \|dy\|_2` of the inverse at forward(x).
 
     Power iteration on :math:`A^{-1} A^{-T}` with :math:`A = dy/dx`, for each sample. Mode "norm"
     in the l2 norm promises at most :math:`(1-c)^{-1}` for each block; no such bound is known in mode

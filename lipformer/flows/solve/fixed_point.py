@@ -45,7 +45,7 @@ Branch = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Record:
-    """What a solve did.
+    """Record of a solve: evaluations, residual and error bound.
 
     Attributes:
         evaluations: evaluations of the branch for each sample (B,).
@@ -80,7 +80,7 @@ class Record:
 
 
 class NotConverged(RuntimeError):
-    """A solve that ran out of evaluations. Its ``record`` says how far it came.
+    """Raised by a solve that ran out of evaluations; ``record`` has its last state.
 
     Args:
         record: of the solve.

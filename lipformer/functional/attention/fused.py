@@ -28,7 +28,7 @@ def l2_attention(
     scale: float | Tensor | None = None,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    r"""L2 self-attention with query, key and value in one tensor.
+    r"""Computes L2 self-attention with query, key and value in one tensor.
 
     .. math:: g_i = \sum_j P_{ij} y_j, \qquad
         P_{ij} = \frac{\exp(-t \|y_i - y_j\|^2 + b_{ij})}{\sum_k \exp(-t \|y_i - y_k\|^2 + b_{ik})}

@@ -27,7 +27,7 @@ def null_key_attention(
     key_padding_mask: Tensor | None = None,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    r"""Untied L2 attention in which each query also sees itself, as a key of value zero.
+    r"""Computes untied L2 attention where each query also sees itself, as a key of value zero.
 
     .. math:: g_i = \frac{\sum_j w_{ij} v_j}{1 + \sum_j w_{ij}}, \qquad
         w_{ij} = \exp\left(-t \left(\|q_i - k_j\|^2 + \epsilon^2 \|v_j\|^2\right) + b_{ij}\right)

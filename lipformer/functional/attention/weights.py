@@ -19,7 +19,7 @@ def l2_attention_weights(
     key_padding_mask: Tensor | None = None,
     scale: float | Tensor | None = None,
 ) -> Tensor:
-    r"""The matrix P of :func:`l2_attention`, whose arguments it takes.
+    r"""Attention weights P of :func:`l2_attention`, with the same arguments.
 
     Args:
         y: (*, H, N, d).

@@ -1,7 +1,7 @@
 r"""The gain in the l2 norm without search or table: the closed forms and the published bound.
 
 n is the number of keys that a row sees and of rows that see a key, at most: the sequence length, or
-the window. Each function returns an upper bound of the Lipschitz constant of Z -> P(Z) Z in the
+the window. Each function returns an upper bound on the Lipschitz constant of Z -> P(Z) Z in the
 Frobenius norm, rounded up.
 """
 

@@ -73,7 +73,7 @@ def row_spread(n: float, *, slope: float | None = None) -> float:
         slope: Causal ALiBi slope; n - 1 is then replaced by the mass of the other keys.
 
     Returns:
-        An upper bound of m(n), at most 1e-12 relative above it.
+        An upper bound on m(n), at most 1e-12 relative above it.
 
     Example:
         >>> row_spread(1)

@@ -78,8 +78,8 @@ def tabulated_any(mass: float, column_mass: float) -> float:
     r"""The corollary of Theorem G: :math:`\sqrt{\lambda + B_c T}` with T of the next larger mass B.
 
     Args:
-        mass: B, an upper bound of the rows' masses.
-        column_mass: :math:`B_c`, an upper bound of the columns' masses, both without the own key.
+        mass: B, an upper bound on the rows' masses.
+        column_mass: :math:`B_c`, an upper bound on the columns' masses, both without the own key.
     """
     rows = read_table().any
     place = bisect.bisect_left(rows, mass, key=lambda row: row.mass)

@@ -1,1 +1,1 @@
-"""Certified, differentiable upper bounds of the spectral norm."""
+"""Certified, differentiable upper bounds on the spectral norm."""

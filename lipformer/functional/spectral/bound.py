@@ -1,4 +1,4 @@
-"""Certified, differentiable upper bounds of the spectral norm."""
+"""Certified, differentiable upper bounds on the spectral norm."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _squares(n: int, device: torch.device) -> bool:
 
 
 def verified_square(gram: Tensor, shift: Tensor) -> Tensor:
-    """Upper bound of ||A||^2 from the computed Gram matrix: shift if a factorisation confirms it.
+    """Upper bound on ||A||^2 from the computed Gram matrix: shift if a factorisation confirms it.
 
     If the Cholesky factorisation of M = shift I - gram runs to completion, then
     lambda = ||A||^2 <= shift (1 + eta), eta = gram_margin(k, n) for k rows of A. Where it fails,
@@ -184,7 +184,7 @@ def _compiled_vmap(info: object, in_dims: tuple[int, None], weight: Tensor, meth
 
 
 def spectral_norm_bound(weight: Tensor, *, method: str = "cholesky") -> Tensor:
-    """Upper bound of the spectral norm: ||W|| <= bound, never below (docs/theory, section 4).
+    """Upper bound on the spectral norm: ||W|| <= bound, never below (docs/theory, section 4).
 
     Holds for the stored entries of W taken as exact real numbers. All arithmetic that carries the
     proof is in float64, which autocast leaves alone, with rounding margins. There is no state and
@@ -239,7 +239,7 @@ def spectral_norm_bound(weight: Tensor, *, method: str = "cholesky") -> Tensor:
 
 
 def norm_bound(matrix: Tensor) -> Tensor:
-    """Upper bound of the spectral norm, (*, m, n) -> (*,) in float64, 1e-9 above it.
+    """Upper bound on the spectral norm, (*, m, n) -> (*,) in float64, 1e-9 above it.
 
     As :func:`spectral_norm_bound`, confirmed by the same factorisation, but the
     value to confirm comes from an eigensolver: without gradients it is quicker for many matrices.

@@ -1,4 +1,4 @@
-"""Gram iteration: an upper bound of the spectral norm that converges from above.
+"""Gram iteration: an upper bound on the spectral norm that converges from above.
 
 ||W|| <= f(W) = ||(W^T W)^(2^k)||_F^(1/2^(k+1)), which is the Schatten norm of W with exponent
 p = 2^(k+2): f = (sum_i sigma_i^p)^(1/p) (docs/theory, section 4).

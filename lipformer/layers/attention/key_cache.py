@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class KeyCache(NamedTuple):
-    """What a causal L2 attention layer keeps of the tokens seen so far.
+    """Cache of a causal L2 attention layer: the keys of the tokens seen so far.
 
     A key is the projected token; the value of a token is a linear function of its key, so there is
     nothing else to store.

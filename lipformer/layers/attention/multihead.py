@@ -93,12 +93,12 @@ class L2MultiheadAttention(SelfAttention):
     2021. With ``value_proj=True`` the paper's form, :math:`M_h = W_h^\top W^V_h W^O_h / \sqrt d` and
     :math:`t_h = 1/\sqrt d`; by default the lean form (docs/theory, section 1): the same functions with
     two matrices instead of four, :math:`M_h` being a block of out_proj, and a learned temperature per
-    head, which costs nothing in the certificate.
+    head, on which the bound does not depend.
 
     With ``key_radius`` each :math:`y_h = x W_h + b_h` is projected on a ball of learned radius
     :math:`R_h`, as query, key and value alike. The gain of the head is then that of a ball of radius
     :math:`r_h = \sqrt{t_h} R_h` (Theorem F), much smaller for :math:`r_h \le 1`, and without a mask for
-    any number of tokens. Temperature and radius then count in the certificate, with gradients.
+    any number of tokens. The bound then depends on temperature and radius, with gradients.
 
     Args:
         embed_dim: D, the width of the tokens.
@@ -113,7 +113,7 @@ class L2MultiheadAttention(SelfAttention):
             corollary of Theorem G.
         window: each token sees its ``window`` latest keys, itself included; needs causal=True.
         positions: None, "alibi" (needs causal=True) or "rotary".
-        max_len: the largest number of tokens, which then need not be told to certify.
+        max_len: the largest number of tokens; certify then needs no seq_len.
         proj_coeff: if given, all projections have spectral norm at most this.
         key_radius: initial R of each head's ball, such as :math:`\sqrt d`, or None for no balls.
         smooth_radius: :math:`y/\sqrt{1 + \|y\|^2/R^2}` in place of the projection, for densities.

@@ -33,7 +33,7 @@ _KNOWN = (
 
 @dataclass(frozen=True)
 class Conversion:
-    """What :func:`convert_attention` did.
+    """Report of :func:`convert_attention`: converted layers, and those left with the reason.
 
     Attributes:
         model: the model, converted.
@@ -72,9 +72,9 @@ class Site(NamedTuple):
 
 
 def convert_attention(model: nn.Module, **kwargs: Any) -> Conversion:
-    r"""Turns the self-attention of a model into L2MultiheadAttention.
+    r"""Replaces the self-attention of a model by L2MultiheadAttention.
 
-    Known are torch.nn.MultiheadAttention (also in nn.TransformerEncoder), Hugging Face's attention of
+    Supported: torch.nn.MultiheadAttention (also in nn.TransformerEncoder), Hugging Face's attention of
     BERT, RoBERTa, ELECTRA, MiniLM, DistilBERT, ViT and GPT-2 type (transformers 5), timm's Attention and
     x-transformers' Attention. The model calls the new layers as it called the old ones, with its masks
     and caches (:mod:`lipformer.layers.convert.hosts`).
@@ -86,7 +86,7 @@ def convert_attention(model: nn.Module, **kwargs: Any) -> Conversion:
       row). W comes from the eigendecomposition of the symmetric part of S, its d largest eigenvalues
       kept: the nearest positive semidefinite matrix of rank d. The antisymmetric part, the negative
       eigenvalues and the biases of query and key have no counterpart and are lost.
-    * Values must be linear in the keys, so that the head's map :math:`W_V W_O` becomes
+    * Values must be linear in the keys, so the head's map :math:`W_V W_O` becomes
       :math:`W M` with the least-squares :math:`M = W^+ W_V W_O`; what is orthogonal to W is lost.
     * The bias of the values passes through attention unchanged and joins the output's bias.
 
@@ -97,19 +97,19 @@ def convert_attention(model: nn.Module, **kwargs: Any) -> Conversion:
     attention with two different sequences, the new layer raises ValueError.
 
     Args:
-        model: any module; it is changed in place (unless it is itself an attention layer). Left as they
-            are: cross-attention, layers that add keys of their own, normalise queries or have positions
-            in their logits, layers with hooks, and classes that are not known.
+        model: any module; it is changed in place (unless it is itself an attention layer). Not
+            converted: cross-attention, layers that add extra keys, normalise queries or have positions
+            in their logits, layers with hooks, and unsupported classes.
         kwargs: options of L2MultiheadAttention, such as causal or positions. Or ``null_key=True``: each
-            layer becomes a :class:`NullKeyAttention`, with options of that, which keeps its four
-            matrices, starts several times nearer and has a larger certificate.
+            layer becomes a :class:`NullKeyAttention`, with its options, which keeps the four
+            matrices, starts several times closer to the original and has a larger bound.
 
     Returns:
-        The model and what was converted, with device, dtype, dropout and mode of each layer kept; it
-        prints as a table.
+        The model and a list of the conversions; it prints as a table. Each layer keeps its device,
+        dtype, dropout and mode.
 
     Raises:
-        ValueError: nothing can be converted; it says what was found.
+        ValueError: nothing can be converted; lists what was found.
 
     Example:
         >>> layer = nn.TransformerEncoderLayer(16, 4, batch_first=True)

@@ -19,7 +19,7 @@ from lipformer.layers.convert.conversion import attention_parts, attention_sites
 
 @dataclass(frozen=True)
 class Distillation:
-    """What :func:`distill_attention` reached.
+    """Report of :func:`distill_attention`: errors of the layers and losses.
 
     Attributes:
         errors: of each layer, by its path: the error of its outputs on the original's inputs, relative
@@ -65,19 +65,19 @@ def distill_attention(
     outputs, :math:`\|F(X) - A(X)\|^2 / \|A(X)\|^2`; only attention changes. Then end to end: all
     parameters that require gradients, except embeddings, learn the original's inputs of every
     attention layer and its output, by the same relative error, and the direction of the mean output of
-    each sequence, :math:`5\,(1 - \cos)`. Padded tokens do not count. Both models run in eval mode; Adam,
-    with a warm-up and a cosine to zero in each stage.
+    each sequence, :math:`5\,(1 - \cos)`. Padded tokens are ignored. Both models run in eval mode. The
+    optimiser is Adam, with warm-up and cosine decay to zero in each stage.
 
     Args:
         model: from :func:`convert_attention`; changed in place.
-        original: the unconverted model, as ``copy.deepcopy(model)`` kept it before.
-        batches: what the models are called with, gone through as often as needed: mappings are passed by
-            name, tuples and lists in order, all else as the one argument.
-        steps: of the first and of the second stage; 0 leaves one out.
+        original: the unconverted model; keep it with ``copy.deepcopy(model)`` before converting.
+        batches: inputs of the models, iterated as often as needed: mappings are passed by name, tuples
+            and lists by position, anything else as the only argument.
+        steps: of the first and of the second stage; 0 skips a stage.
         lr: learning rates of the two stages.
 
     Returns:
-        How near the layers came, and the losses; it prints as a table.
+        The errors of the layers before and after, and the losses; it prints as a table.
 
     Example:
         >>> import copy
