@@ -86,7 +86,7 @@ def prepare_process() -> None:
     for remark in (
         # The data is in memory already: worker processes would only slow it down.
         ".*does not have many workers.*",
-        # A run of the recipes that goes on begins its epoch anew: some samples come again.
+        # A resumed run of the recipes restarts its epoch: some samples are seen again.
         ".*dataloader is not resumable.*",
         # A resumed run has a directory and callbacks of its own.
         "The dirpath has changed from.*",

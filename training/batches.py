@@ -37,7 +37,7 @@ class TrainingBatches:
 
     It holds no position of its own. Which epoch it is and how many of its batches are done is asked of
     the Trainer, whose counters are in every checkpoint, when the first batch is taken: so a resumed run
-    goes on with the batch after the checkpoint's last. (Lightning alone begins the epoch anew.)
+    continues with the batch after the checkpoint's last. (Lightning alone restarts the epoch.)
 
     Args:
         windows: gives an epoch's windows, of equal number, for a generator.

@@ -74,7 +74,7 @@ class TrainingCLI(BaseCLI):
             "--checkpoint_every",
             type=PositiveInt,
             default=200,
-            help="steps between two checkpoints; a killed run goes on from the last one",
+            help="steps between two checkpoints; a killed run resumes from the last one",
         )
         parser.set_defaults({"model.config.variant": VARIANT})
         parser.link_arguments("data.block", "model.config.max_len")

@@ -1,4 +1,4 @@
-"""What a user or the machine can get wrong, told in one line."""
+"""Errors of the user or the machine that are reported in one line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class BadInput(ValueError):
 
 
 class NotFinite(BadInput):
-    """A loss or weights that are infinite or not a number: there is nothing to go on with or to save."""
+    """Raised for a loss or weights that are infinite or NaN: the run cannot continue or save them."""
 
 
 def first_line(error: Exception) -> str:

@@ -122,7 +122,7 @@ class LanguageModule(L.LightningModule):
         if model.config.vocabulary is None:
             raise BadInput(f"--model.pretrained: the model in {self.pretrained} has no vocabulary")
         self.data.use_vocabulary(model.config.vocabulary)
-        self.data.codes  # noqa: B018  characters that the model does not know are told of here
+        self.data.codes  # noqa: B018  raises here for characters that the model does not know
         return with_vocabulary(model, self.data.vocabulary).train().to(self.device)
 
     @torch.no_grad()
@@ -246,8 +246,8 @@ class LanguageModule(L.LightningModule):
         theirs, ours = checkpoint["lipformer"]["config"], self.model.config.to_dict()
         wrong = [name for name in ours if theirs.get(name) != ours[name]]
         if wrong:
-            told = "; ".join(f"its {name} is {theirs.get(name)!r}, not {ours[name]!r}" for name in wrong)
-            raise BadInput(f"the checkpoint is of another model: {told}")
+            listed = "; ".join(f"its {key} is {theirs.get(key)!r}, not {ours[key]!r}" for key in wrong)
+            raise BadInput(f"the checkpoint is of another model: {listed}")
         try:
             check_dtypes(self.model.state_dict(), model_weights(checkpoint))
         except ValueError as error:

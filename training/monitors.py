@@ -109,7 +109,7 @@ def within(seconds: float) -> AbstractContextManager[object]:
 class Monitor(L.Callback):
     """Measures after each validation, within a share of the training time since the last one.
 
-    What is cut is logged as not a number, told, counted in the report, and measured in full when the fit
+    What is skipped is logged as NaN, printed, counted in the report, and measured in full when the fit
     ends. All monitors of a validation share that time; `validate` has no limit.
 
     Attributes:

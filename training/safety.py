@@ -81,12 +81,12 @@ class StopWhenNotFinite(L.Callback):
 
 
 def _advice(trainer: L.Trainer) -> str:
-    """How a run goes on whose numbers are not finite."""
+    """How to resume a run whose numbers are not finite."""
     if trainer.state.fn != "fit":
         return ""
     path = _written(trainer)
-    told = f"go on with the same command and --ckpt_path {path}" if path else "no checkpoint was written"
-    return f"; {told}; a smaller --model.lr or a longer --model.warmup may help"
+    how = f"resume with the same command and --ckpt_path {path}" if path else "no checkpoint was written"
+    return f"; {how}; a smaller --model.lr or a longer --model.warmup may help"
 
 
 def _written(trainer: L.Trainer) -> Path | None:
@@ -181,7 +181,7 @@ class SaveOnExit(Checkpoint):
             return
         self._release()
         if isinstance(exception, NotFinite):
-            return  # it says itself what to go on with
+            return  # its message already says how to resume
         path = self._folder(trainer) / "interrupted.ckpt"
         failed = ""
         try:
@@ -192,7 +192,7 @@ class SaveOnExit(Checkpoint):
         found = path if trainer.world_size == 1 and not failed else _written(trainer)
         if trainer.is_global_zero and found is not None:
             print(
-                f"\n{_reason(exception)} at step {trainer.global_step}{failed}; go on with the same "
+                f"\n{_reason(exception)} at step {trainer.global_step}{failed}; resume with the same "
                 f"command and --ckpt_path {found}",
                 flush=True,
             )

@@ -243,7 +243,7 @@ def attention_maps(attn: Attention) -> AttentionMaps:
 
 
 def _pointer(attn: object) -> str:
-    """Where to go on with something that is no dot-product attention by itself."""
+    """Hint for something that is not dot-product attention itself."""
     if isinstance(attn, L2MultiheadAttention):
         return ", which has a global constant: lf.certify(layer)"
     if isinstance(getattr(attn, "self_attn", None), nn.MultiheadAttention):

@@ -105,7 +105,7 @@ class Ask:
         return bound_of(module, replace(self, path=path))
 
     def in_turn(self, rules: Iterable[Callable[[Ask], Bound]], *, directly: bool = False) -> Bound:
-        """The product of the bounds of what runs in turn, each asked for the tokens that reach it.
+        """The product of the bounds of parts that run in turn, each for the tokens that reach it.
 
         Args:
             rules: of the parts, in the order in which they run.
@@ -193,7 +193,7 @@ def bound_of(module: nn.Module, ask: Ask) -> Bound:
 
 
 def _last(own: Count, parts: Iterable[Count]) -> Count:
-    """What a module says itself, else what the last of its parts does that keeps not all as it was."""
+    """The module's own statement, else that of the last of its parts that changes something."""
     return own if own != KEPT else next((p for p in reversed([*parts]) if p != KEPT), KEPT)
 
 

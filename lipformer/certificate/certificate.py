@@ -1,4 +1,4 @@
-"""The certificate: a number, what it is about, and the tree it was composed from."""
+"""The certificate: a bound, its norm and domain, and the tree it was composed from."""
 
 from __future__ import annotations
 

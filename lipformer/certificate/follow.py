@@ -179,7 +179,7 @@ class _Walk(TorchDispatchMode):
         several = isinstance(out, (tuple, list))
         first = out[0] if several else out
         if not isinstance(first, Tensor):
-            raise self.refuse(f"{func.overloadpacket} reads the value of an entry", "no such reading")
+            raise self.refuse(f"{func.overloadpacket} reads the value of an entry", "no branching")
         step = Step(func, args, kwargs, used, first, self.norm, self.refuse)
         factor, value = constant_of(step)
         name = func.overloadpacket.__name__
@@ -378,7 +378,7 @@ def follow(model: nn.Module, example: Tensor, norm: str) -> Certificate:
         raise refuse("its output at the example is not finite", "an example that it takes")
     if not _same(out.value, plain[:-1]):
         raise refuse(
-            "followed, it gave another output than in a plain run with one more sample",
+            "its traced output differs from that of a plain run with one more sample",
             "a deterministic forward that treats each sample for itself",
         )
     start = x if walk.start is None else walk.start

@@ -115,7 +115,7 @@ class Step:
         return self.arg(index, name, default) % max(self.x.ndim, 1)
 
     def samples(self) -> Exception:
-        """The refusal of what works along the dimension of the samples."""
+        """The refusal of an operation along the dimension of the samples."""
         return self.refuse(
             f"{tuple(self.x.shape)} -> {tuple(self.out.shape)} works along dimension 0, so that samples "
             "may influence each other",
@@ -180,7 +180,7 @@ def _same_order(step: Step) -> float:
     """A view: entries keep their order, so that equal last dimensions are the same vectors."""
     before, after = step.x.shape, step.out.shape
     if step.x.dtype != step.out.dtype:
-        raise step.refuse("it reads the bits of its input anew", "x.to(dtype)")
+        raise step.refuse("it reinterprets the bits of its input", "x.to(dtype)")
     if before[:1] != after[:1]:
         raise step.samples()
     step.keep(before[-1] == after[-1] and min(len(before), len(after)) > 1, before == after)
@@ -362,7 +362,7 @@ def _product(step: Step) -> float:
 def _quotient(step: Step) -> float:
     first, second = step.args[:2]
     if isinstance(second, Followed) or step.kwargs.get("rounding_mode") is not None:
-        raise step.refuse("a quotient by what depends on the input, or rounded, has no bound", _KNOWN)
+        raise step.refuse("division with rounding, or by a value of the input, has no bound", _KNOWN)
     least = min(float(entries.abs().min()) for entries in _as_taken(second, step.out))
     return _bound(first, step, ROUND_UP / least if least > 0 else math.inf)
 
@@ -382,7 +382,7 @@ def _joined(step: Step) -> float:
 def _chosen(step: Step) -> float:
     condition, first, second = step.args
     if isinstance(condition, Followed):
-        raise step.refuse("a choice by what depends on the input has no bound", _KNOWN)
+        raise step.refuse("a choice by a value that depends on the input has no bound", _KNOWN)
     return _beside([_bound(first, step), _bound(second, step)], step.norm == "linf")
 
 
@@ -393,7 +393,7 @@ JOINS: dict[Any, Callable[[Step], float]] = {
     **dict.fromkeys((aten.cat, aten.stack), _joined),
     aten.where: _chosen,
 }
-"""The constant, from the input, of what an operation gives."""
+"""The constant of an operation's result as a function of the model's input."""
 
 CONSTANTS = {
     aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like,

@@ -201,7 +201,7 @@ class InvertibleSequential(OnePass, nn.Sequential):
         tol: float | None = None,
         max_iter: int | None = None,
     ) -> tuple[Tensor, Cache]:
-        """inverse of new tokens (B, T, D) of causal blocks, and the cache to go on with.
+        """inverse of new tokens (B, T, D) of causal blocks, and the new cache.
 
         See :meth:`InvertibleResidual.inverse_step`; the caches are those of :meth:`step`.
         """
@@ -278,7 +278,7 @@ class Flow(Layer):
     Args:
         blocks: a stack, or its blocks in the order from data to noise.
         base: distribution of the noise, an object with ``log_prob`` and ``sample``: of numbers, of
-            tokens (D,) or of events (T, D), told by its ``batch_shape`` and ``event_shape``. None is the
+            tokens (D,) or of events (T, D), as its ``batch_shape`` and ``event_shape`` say. None is the
             standard normal. On a GPU the parameters of a torch distribution must be there, and without
             ``validate_args=False`` torch makes the host wait for each check.
         dim: D; None for that of the base or of the first block that has one.
@@ -477,9 +477,9 @@ class Flow(Layer):
         r"""Draws the tokens after a prefix from :math:`p(x_{P+1}, ..., x_{P+steps} \mid x_1, ..., x_P)`.
 
         For causal flows whose noise is independent from token to token. There the first P tokens of the
-        noise are a function of the first P of the data, so that fresh noise for the later tokens,
-        pulled through the inverse, is a draw given the prefix. All new tokens are solved for together;
-        the prefix is evaluated once. ``log_prob(x, prefix=prefix)`` is the density of a draw x.
+        noise are a function of the first P of the data, so the inverse of fresh noise for the later
+        tokens is a sample given the prefix. All new tokens are solved for together;
+        the prefix is evaluated once. ``log_prob(x, prefix=prefix)`` is the density of a sample x.
 
         Args:
             prefix: data (B, P, D), at least one token, without padding: sequences of one length.

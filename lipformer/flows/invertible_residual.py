@@ -340,7 +340,7 @@ class InvertibleResidual(Freezable):
         key_padding_mask: Tensor | None = None,
         context: Tensor | None = None,
     ) -> tuple[Tensor, Cache]:
-        """forward of new tokens (B, T, D) of a causal block, and the cache to go on with."""
+        """forward of new tokens (B, T, D) of a causal block, and the new cache."""
         return step_module(self, x, cache, key_padding_mask, None, context)
 
     @torch.no_grad()
@@ -359,7 +359,7 @@ class InvertibleResidual(Freezable):
         Works in both modes, without gradients; the caches are those of :meth:`step`.
 
         Returns:
-            The new tokens x and the cache to go on with.
+            The new tokens x and the new cache.
         """
         call = self._call(y, key_padding_mask, context)
         refuse_dropout(self.branch)

@@ -1,4 +1,4 @@
-"""An explicit freeze of what is derived from weights: for solves, generation, export, and one pass.
+"""Explicit caching of values derived from weights: for solves, generation, export, and one pass.
 
 Outside a freeze everything is recomputed from the raw weights in each forward pass, so that no step,
 load, copy or average can leave a stale constant behind. A model whose layers are many may freeze them

@@ -1,4 +1,4 @@
-"""A shift of every token by what the earlier ones say."""
+"""A shift of every token that depends on the earlier tokens."""
 
 from __future__ import annotations
 

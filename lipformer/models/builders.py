@@ -30,7 +30,7 @@ def l2_untied(vocab_size: int, **options: Any) -> LanguageModel:
 
 
 def l2(vocab_size: int, **options: Any) -> LanguageModel:
-    """Builds the baseline with tied L2 attention (lean form): at least a quarter fewer attention weights.
+    """Builds the baseline with tied, lean L2 attention: a quarter fewer attention weights or more.
 
     Each attention layer is certified; LayerNorm makes the certificate of the whole finite but useless.
 

@@ -136,14 +136,14 @@ class LanguageModel(OnePass, SavedModel):
         allowed, helps = max(0.01, 1e4 * tol), f"in float64 a tol below {tol:g} helps"
         if not off <= allowed * max(1.0, float(x.abs().max())):
             told = (
-                f"the inverse is off by about {off:.3g}: the model's ActNorms enlarge what its blocks "
-                f"are off by {growth:.3g} times; {helps}"
+                f"the inverse is off by about {off:.3g}: the model's ActNorms enlarge the errors of "
+                f"its blocks {growth:.3g} times; {helps}"
             )
             raise NotConverged(worst, max_iter, told)
         missed = float((self.trunk(x) - hidden).abs().max())
         if not missed <= allowed * max(1.0, float(hidden.abs().max())):
             told = (
-                f"what was found leads to hidden tokens that are off by {missed:.3g}: errors of early "
+                f"the solution gives hidden tokens that differ by {missed:.3g}: errors of early "
                 f"tokens grow along the sequence; {helps}, and so do smaller weights"
             )
             raise NotConverged(worst, max_iter, told)

@@ -30,7 +30,7 @@ class ModelConfig:
         try:
             return cls(**entries)
         except TypeError as error:
-            raise ValueError(f"wrong entries of a {cls.__name__}: {error}") from error
+            raise ValueError(f"wrong entries for {cls.__name__}: {error}") from error
 
     def fill(self, **defaults: Any) -> None:
         """Puts a default in the place of each entry that is None."""

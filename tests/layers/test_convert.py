@@ -172,9 +172,9 @@ def hooked() -> nn.Module:
     ("layer", "reason"),
     [
         (attention(kdim=5, vdim=5), "cross-attention"),
-        (attention(add_zero_attn=True), "it adds keys of its own"),
-        (attention(add_bias_kv=True), "it adds keys of its own"),
-        (OwnForward(D, H), "its forward is its own"),
+        (attention(add_zero_attn=True), "it adds extra keys"),
+        (attention(add_bias_kv=True), "it adds extra keys"),
+        (OwnForward(D, H), "it overrides forward"),
         (hooked(), "it has hooks, which would be lost"),
         (NewAttention(), "NewAttention is not known"),
     ],

@@ -107,7 +107,7 @@ def test_positions_none_means_none() -> None:
 
 
 def test_unknown_and_missing_entries_are_named() -> None:
-    with pytest.raises(ValueError, match="wrong entries of a LanguageModelConfig: .* 'width'"):
+    with pytest.raises(ValueError, match="wrong entries for LanguageModelConfig: .* 'width'"):
         LanguageModelConfig.from_dict({"variant": "l2_untied", "vocab_size": 3, "width": 1})
     with pytest.raises(ValueError, match="missing .* 'vocab_size'"):
         LanguageModelConfig.from_dict({"variant": "l2_untied"})

@@ -237,7 +237,7 @@ def test_an_inverse_that_large_weights_spoil_is_refused(size: float) -> None:
                 for weight in block.parameters():
                     weight.mul_(size)
         hidden = model.hidden(torch.randn(2, 12, 8).double())
-        with pytest.raises(NotConverged, match="lead"):
+        with pytest.raises(NotConverged, match="hidden tokens that differ"):
             model.invert(hidden)
 
 

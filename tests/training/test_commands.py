@@ -143,7 +143,7 @@ def test_a_signal_ends_a_run_with_a_checkpoint_and_an_exit_code(
     signal.signal(signal.SIGINT, before)  # Lightning leaves it ignored after Ctrl-C
     assert code == expected
     path = tmp_path / "runs" / "0" / "checkpoints" / "interrupted.ckpt"
-    assert f"{told} at step 2; go on with the same command and --ckpt_path {path}" in out
+    assert f"{told} at step 2; resume with the same command and --ckpt_path {path}" in out
     assert "Traceback" not in err
     assert torch.load(path, weights_only=True)["global_step"] == 2
 

@@ -114,7 +114,7 @@ def _encoded(
     texts = [] if isinstance(given, (Tensor, Mapping)) else [t for t in given if isinstance(t, str)]
     if bool(texts) != (tokenizer is not None) or len(texts) not in (0, len(given)):
         raise ValueError(
-            'texts, and texts alone, need a tokenizer, whose tokenizer(text)["input_ids"] are ids; got '
+            'only texts need a tokenizer, and tokenizer(text)["input_ids"] must be their ids; got '
             f"{len(texts)} texts among {len(given)} sequences and tokenizer={tokenizer!r}"
         )
     if tokenizer is None:

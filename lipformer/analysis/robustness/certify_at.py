@@ -17,15 +17,15 @@ from lipformer.functional.rounding import ROUND_UP
 @register_local
 @torch.no_grad()
 def certify_at(module: nn.Module, x: Tensor, radius: float) -> Certificate:
-    r"""How far outputs are apart within a radius of x, over the radius: what ``certify(at=)`` answers.
+    r"""Bounds the change of the output within a radius of x, over the radius: ``certify(at=)``.
 
     With the modulus m of :func:`perturbation_bound` the bound is the largest :math:`m(\epsilon) /
-    \epsilon` of the samples of x, and that of a part the largest ratio of what leaves it to what reaches
-    it on the way.
+    \epsilon` of the samples of x. That of a part is the largest ratio of the change of its output to the
+    change of its input.
 
     Args:
         module: whatever :func:`perturbation_bound` takes.
-        x: samples (B, *), each by itself.
+        x: independent samples (B, *).
         radius: epsilon > 0.
     """
     check_samples(x)

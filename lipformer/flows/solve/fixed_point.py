@@ -75,7 +75,7 @@ class Record:
 
     @property
     def met_tolerance(self) -> bool:
-        """Whether the promised error is within the tolerance: False at the limit of precision."""
+        """Whether the error bound is within the tolerance: False at the limit of precision."""
         return bool((self.error_bound <= self.tolerance).all())
 
 
@@ -85,7 +85,7 @@ class NotConverged(RuntimeError):
     Args:
         record: of the solve.
         max_iter: evaluations that were allowed.
-        told: what to say instead.
+        told: another message.
     """
 
     def __init__(self, record: Record, max_iter: int, told: str = "") -> None:

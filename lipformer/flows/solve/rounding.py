@@ -1,4 +1,4 @@
-"""How far a branch is off by rounding, told by a second evaluation in float64."""
+"""The rounding error of a branch, measured by a second evaluation in float64."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def check_arguments(
         raise ValueError(f"positions='rotary' needs an even head width, got {head_dim}")
 
 
-# What a layer may be told later, and check_arguments then checks again; the first two stay.
+# Settings that may change later, which check_arguments then checks again; the first two are fixed.
 _SETTINGS = (
     "embed_dim", "num_heads", "dropout", "batch_first", "causal", "any_mask", "window", "positions",
     "max_len", "smooth_radius", "slopes",

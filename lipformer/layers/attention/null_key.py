@@ -51,8 +51,8 @@ class NullKeyAttention(SelfAttention):
         dropout: probability of dropping an attention weight in training.
         bias: learned biases. (One of the keys would move what that of the queries moves.)
         batch_first: input (B, N, D) rather than (N, B, D).
-        causal: always mask later keys; else each call says so.
-        max_len: the largest number of tokens, which then need not be told to certify.
+        causal: always mask later keys; else each call decides.
+        max_len: the largest number of tokens, certify then needs no seq_len.
         device: of the parameters.
         dtype: of the parameters.
 

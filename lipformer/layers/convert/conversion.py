@@ -38,7 +38,7 @@ class Conversion:
     Attributes:
         model: the model, converted.
         converted: the class that each converted layer had, by its path.
-        left: why each other attention layer was left as it was, by its path.
+        left: why each other attention layer was not converted, by its path.
     """
 
     model: nn.Module

@@ -50,11 +50,11 @@ class Parts(NamedTuple):
 
 def _torch(layer: Any, above: Sequence[nn.Module]) -> Parts:
     if type(layer).forward is not nn.MultiheadAttention.forward:
-        raise ValueError("its forward is its own")
+        raise ValueError("it overrides forward")
     if not layer._qkv_same_embed_dim:
         raise ValueError("cross-attention")
     if layer.bias_k is not None or layer.add_zero_attn:
-        raise ValueError("it adds keys of its own")
+        raise ValueError("it adds extra keys")
     joint = SimpleNamespace(weight=layer.in_proj_weight, bias=layer.in_proj_bias)
     scale = layer.head_dim**-0.5
     return Parts([joint], layer.out_proj, layer.num_heads, scale, None, layer.dropout, None)
