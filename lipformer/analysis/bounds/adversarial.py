@@ -62,7 +62,7 @@ def adversarial_tokens(attn: Attention, n: int, radius: float, *, causal: bool |
 
 
 def ball_lower_bound(attn: Attention, n: int, radius: float, *, causal: bool | None = None) -> float:
-    r"""Lower bound of the Lipschitz constant on n tokens in a ball, reached at `adversarial_tokens`.
+    r"""Lower bound on the Lipschitz constant on n tokens in a ball, reached at `adversarial_tokens`.
 
     Frobenius norm over tokens, as in `ball_bound`:
 
@@ -109,7 +109,7 @@ def adversarial_measure(attn: Attention, radius: float) -> tuple[Tensor, Tensor]
 
 
 def mean_field_lower_bound(attn: Attention, radius: float) -> float:
-    r"""Lower bound of the W2 Lipschitz constant on measures in a ball, reached at `adversarial_measure`.
+    r"""Lower bound on the W2 Lipschitz constant on measures in a ball, reached at `adversarial_measure`.
 
     .. math:: \max_{u, s, a} \sqrt{(1-a)/a}\; \Big\|\sum_h M_h W_h\Big\|
 

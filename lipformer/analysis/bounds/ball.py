@@ -1,4 +1,4 @@
-"""Upper bounds of dot-product attention's Lipschitz constant on a ball, for n tokens and for any n."""
+"""Upper bounds on dot-product attention's Lipschitz constant on a ball, for n tokens and for any n."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _EXPONENTS = 257
 
 
 def combine_heads(gains: Tensor, values: Tensor, norms: Tensor | None = None) -> Tensor:
-    r"""Upper bound of the gain of :math:`e \mapsto \sum_h T_h(e) W_h` from :math:`\|T_h\| \le L_h`.
+    r"""Upper bound on the gain of :math:`e \mapsto \sum_h T_h(e) W_h` from :math:`\|T_h\| \le L_h`.
 
     For any :math:`c_h > 0` the heads are one map to the stack of :math:`c_h T_h(e)`, of norm at most
     :math:`(\sum_h c_h^2 L_h^2)^{1/2}`, followed by the stack of :math:`W_h / c_h` on every token:
@@ -69,7 +69,7 @@ def ball_bound(
     causal: bool | None = None,
     any_mask: bool = False,
 ) -> float:
-    r"""Upper bound of the Lipschitz constant on n tokens in the ball of a radius R.
+    r"""Upper bound on the Lipschitz constant on n tokens in the ball of a radius R.
 
     Norm: Frobenius over all tokens, in and out. Domain: :math:`\|x_i\| \le R` for all i. Per head, with
     :math:`\alpha = R^2\|A\|` and :math:`\beta = R\,(R\|A\| + \|b\|)` (equal without query bias),
@@ -116,7 +116,7 @@ def ball_bound(
 
 
 def mean_field_bound(attn: Attention, radius: float, *, causal: bool | None = None) -> float:
-    r"""Upper bound of the Lipschitz constant on measures in a ball, for any number of tokens.
+    r"""Upper bound on the Lipschitz constant on measures in a ball, for any number of tokens.
 
     Norm: the Wasserstein distance :math:`W_2` of the token measures (`measure_attention`); for n tokens
     of equal weight it bounds the Frobenius norm too. Domain: measures on the ball of radius R. Per head,

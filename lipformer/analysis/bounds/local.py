@@ -1,4 +1,4 @@
-r"""Upper bounds of dot-product attention's local Lipschitz constant at one input.
+r"""Upper bounds on dot-product attention's local Lipschitz constant at one input.
 
 Notation: :math:`q_i = x_i A + b`, weights P, means :math:`m_i` and covariances :math:`C_i` of the tokens
 under :math:`P_i`. The derivative along e, per head, before the values W:
@@ -34,7 +34,7 @@ def local_bound(
     *,
     method: str = "min",
 ) -> Tensor:
-    r"""Upper bound of the local Lipschitz constant at the tokens x: of the norm of the Jacobian there.
+    r"""Upper bound on the local Lipschitz constant at the tokens x: of the norm of the Jacobian there.
 
     Norm: Frobenius over all tokens. Domain: the one input x; it says nothing about others.
 
@@ -141,7 +141,7 @@ def _jasmin(maps: AttentionMaps, x: Tensor, weights: Tensor, norms: Tensor) -> T
 
 
 def _mixing(weights: Tensor, values: Tensor, norms: Tensor) -> Tensor:
-    r"""Upper bound of :math:`\|\sum_h P_h \otimes W_h\|`, P (*, H, N, N), W (H, D, E) -> (*,).
+    r"""Upper bound on :math:`\|\sum_h P_h \otimes W_h\|`, P (*, H, N, N), W (H, D, E) -> (*,).
 
     For one head the product of the norms. For more the smallest of
 
@@ -170,7 +170,7 @@ def _mixing(weights: Tensor, values: Tensor, norms: Tensor) -> Tensor:
 
 
 def _own_and_feedback(maps: AttentionMaps, x: Tensor, weights: Tensor, norms: Tensor) -> Tensor:
-    r"""Upper bound of the second and the third term of the derivative, all heads and values together.
+    r"""Upper bound on the second and the third term of the derivative, all heads and values together.
 
     .. math:: \max_i \Big\|\sum_h A_h C^h_i W_h\Big\| +
               \max_j \Big\|\sum_{ih} \kappa_i c_h^2 P^h_{ij}\, q_i^{h\top} q^h_i\Big\|^{1/2}, \qquad
@@ -217,7 +217,7 @@ def _stacked(parts: Tensor) -> Tensor:
 
 
 def _largest_norm(matrices: Tensor, largest: Tensor) -> Tensor:
-    """Upper bound of the largest norm of c matrices and what others have, (*, c, m, n), (*,) -> (*,).
+    """Upper bound on the largest norm of c matrices and what others have, (*, c, m, n), (*,) -> (*,).
 
     From the largest Frobenius norm down, until none of the rest can pass what was found.
     """

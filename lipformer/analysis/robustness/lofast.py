@@ -49,7 +49,7 @@ def lofast_bound(
     refined: bool = True,
     mask: Tensor | None = None,
 ) -> Tensor:
-    r"""Upper bound of :math:`\sup \|F(X') - F(X)\|_F` over :math:`\|X' - X\|_F \le \epsilon`.
+    r"""Upper bound on :math:`\sup \|F(X') - F(X)\|_F` over :math:`\|X' - X\|_F \le \epsilon`.
 
     For :math:`F(X) = r X + s f(X)` with dot-product attention f of any number of heads. With
     :math:`X' = X + E` the difference is :math:`rE + s\sum_h P_h E W_h + s\sum_h (P_h' - P_h) X' W_h`, so
@@ -251,7 +251,7 @@ class _Terms:
         return modulus
 
     def _jacobian(self, keys: Tensor, mixed: Tensor) -> Tensor | None:
-        """Upper bound of the Jacobian's norm, (*,), or None where its matrix would be large."""
+        """Upper bound on the Jacobian's norm, (*,), or None where its matrix would be large."""
         values = self.maps.values
         n, (d, e) = keys.shape[-2], values.shape[1:]
         if max(n * d, n * e) > EXACT:
