@@ -1,4 +1,4 @@
-"""What all command lines that train share: LightningCLI with three commands and one progress bar."""
+"""The common part of all training commands: LightningCLI with three commands and one progress bar."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches in an order that is a function of seed, epoch and number: any of them can be had again."""
+"""Batches whose order is a function of seed, epoch and number, so that each can be reproduced."""
 
 from __future__ import annotations
 

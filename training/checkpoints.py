@@ -1,4 +1,4 @@
-"""Checkpoints: written whole or not at all, read without running any code of theirs."""
+"""Checkpoints: written atomically, and read without running code in them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PREFIX = "model."
 
 
 def write_checkpoint(checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
-    """Writes a file under another name in the same directory; it takes its name when it is on disk."""
+    """Writes a file under a temporary name in the same directory and renames it when it is on disk."""
     with atomic_write(path) as part:
         try:
             with part.open("wb") as file:
@@ -58,7 +58,7 @@ def model_weights(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class CheckpointFiles(TorchCheckpointIO):
-    """Lightning's way to and from the disk, through the two functions above."""
+    """Lightning's checkpoint reader and writer, through the two functions above."""
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None

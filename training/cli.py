@@ -1,4 +1,4 @@
-"""The commands that are the Trainer's: fit, validate and test."""
+"""The commands of the Trainer: fit, validate and test."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ _ABOUT = {
 
 
 def _help(command: str) -> dict[str, str]:
-    """A usage line in place of a page of options, and what the command does."""
+    """Prints a usage line and what the command does, instead of a page of options."""
     usage = f"python -m training {command} --config FILE [--ckpt_path FILE] [--OPTION VALUE ...]"
     return {"usage": usage, "description": _ABOUT[command]}
 

@@ -17,7 +17,7 @@ from training.monitors import Norm, attacked_estimate
 
 
 def certify(arguments: list[str]) -> int:
-    """Prints the certificate and what an attack reaches; 1 if the variant has no certificate."""
+    """Prints the certificate and the result of an attack; returns 1 if there is no certificate."""
     parser = _parser("certify", "Print the certificate table and an attacked lower estimate.")
     parser.add_argument("--norm", default="l2", choices=get_args(Norm))
     parser.add_argument("--seq-len", type=PositiveInt, help="tokens, where the bound depends on them")

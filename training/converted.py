@@ -84,7 +84,7 @@ def from_encoder(encoder: nn.Module, vocabulary: str, max_len: int = 256) -> Lan
 
 @torch.no_grad()
 def with_vocabulary(model: LanguageModel, vocabulary: str) -> LanguageModel:
-    """A model that also knows the characters behind its own in a vocabulary.
+    """Returns a model that also knows the characters that a vocabulary adds to its own.
 
     They have new rows in the embedding, drawn with the mean and spread of each feature of the others,
     and in the readout, the mean of the others: as likely as a character of average weight. All else is

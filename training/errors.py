@@ -21,12 +21,12 @@ class NotFinite(BadInput):
 
 
 def first_line(error: Exception) -> str:
-    """What an error says in one line: its first, or its kind where it says nothing."""
+    """The first line of an error's message, or its class if the message is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def exit_code(work: Callable[[], object]) -> int:
-    """Does the work of a command: its own exit code or 0; 2 and one line on stderr for what failed.
+    """Runs a command and returns its exit code; on failure 2, with one line on stderr.
 
     What failed is what the user got wrong (BadInput) or what the system refused (OSError: a full disk, a
     directory that cannot be written in). Characters that a terminal cannot show become question marks.

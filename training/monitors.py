@@ -47,7 +47,7 @@ def measured(pl_module: LanguageModule) -> Iterator[LanguageModel]:
 
 
 class OutOfTime(Exception):
-    """A measurement was cut: it took longer than it may."""
+    """Raised when a measurement takes longer than its budget."""
 
 
 class Deadline(TorchFunctionMode):

@@ -61,13 +61,13 @@ class Ask:
         seq_len: the largest number of tokens, or None if the caller gave none.
         path: where the module stands in the model.
         kind: the module's class.
-        in_forward: asked within a forward pass, by Contractive: dropout counts as in eval mode, values
-            on a device are not read, what was checked when the module was built is not checked again.
+        in_forward: asked within a forward pass, by Contractive: dropout is treated as in eval mode, values
+            on a device are not read, and checks of the constructor are not repeated.
         known: weights and their spectral norms, given beforehand or found while answering, so that each
             is computed once for all norms; None to remember nothing.
-        alone: the bound is to hold for each sample by itself, the first dimension being samples.
+        alone: the bound must hold for each sample alone; the first dimension is that of the samples.
         dims: with ``alone``, the number of dimensions of the input, or None if it is not known.
-        padded: whether a mask may say that tokens are padded.
+        padded: whether a mask may mark tokens as padded.
     """
 
     norm: str
@@ -96,7 +96,7 @@ class Ask:
         return norm
 
     def readable(self, tensor: Tensor) -> bool:
-        """Whether values may be looked at: not in a graph, nor off the CPU within a forward pass."""
+        """Whether values may be read: not in a graph, nor off the CPU within a forward pass."""
         return not tracing() and (tensor.device.type == "cpu" or not self.in_forward)
 
     def child(self, module: nn.Module, name: str) -> Bound:
