@@ -61,7 +61,7 @@ class Ask:
         seq_len: the largest number of tokens, or None if the caller gave none.
         path: where the module stands in the model.
         kind: the module's class.
-        in_forward: asked within a forward pass, by Contractive: dropout is treated as in eval mode, values
+        in_forward: asked within a forward pass, by Contractive: dropout is as in eval mode, values
             on a device are not read, and checks of the constructor are not repeated.
         known: weights and their spectral norms, given beforehand or found while answering, so that each
             is computed once for all norms; None to remember nothing.
