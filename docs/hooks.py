@@ -22,6 +22,12 @@ FETCHED = re.compile(
 MATHJAX = "sphinx-mathjax-offline/static/mathjax/tex-svg.js"
 
 
+def on_config(config: Any) -> Any:
+    """Leaves out 404.html: its paths are those of a server."""
+    config.theme.static_templates.discard("404.html")
+    return config
+
+
 def on_files(files: Files, config: Any) -> Files:
     """Adds MathJax, which is one file and needs no fonts."""
     path = distribution("sphinx-mathjax-offline").locate_file(MATHJAX)

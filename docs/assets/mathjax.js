@@ -6,7 +6,7 @@ window.MathJax = {
     pageReady: () => MathJax.startup.defaultPageReady().then(() => {
       // A formula in a line that is wider than its page scrolls.
       for (const formula of document.querySelectorAll("p > span.arithmatex, li > span.arithmatex"))
-        if (formula.offsetWidth > formula.parentElement.clientWidth) formula.classList.add("wide");
+        if (formula.offsetWidth > formula.closest("li, article").clientWidth) formula.classList.add("wide");
     }),
   },
 };
