@@ -22,6 +22,12 @@ FETCHED = re.compile(
 MATHJAX = "sphinx-mathjax-offline/static/mathjax/tex-svg.js"
 
 
+def on_config(config: Any) -> Any:
+    """Leaves out 404.html: its paths are those of a server."""
+    config.theme.static_templates.discard("404.html")
+    return config
+
+
 def on_files(files: Files, config: Any) -> Files:
     """Adds MathJax, which is one file and needs no fonts."""
     path = distribution("sphinx-mathjax-offline").locate_file(MATHJAX)
@@ -67,13 +73,13 @@ def as_markdown(text: str) -> str:
     def display(found: re.Match[str]) -> str:
         indent, first, rest = found.groups()
         formula = " ".join([first, *rest.split()])
-        # Markdown takes no display that is indented, as in a list.
-        return f"{indent}$\\displaystyle {formula}$" if indent else f"\n$$\n{formula}\n$$\n"
+        # Markdown takes no display that is indented, and ends a list's item at an empty line.
+        return f"\n{indent}$\\displaystyle {formula}$\n" if indent else f"\n\n$$\n{formula}\n$$\n\n"
 
     def example(found: re.Match[str]) -> str:
         return f"\n```pycon\n{textwrap.dedent(found[0])}\n```\n"
 
-    text = re.sub(r"(?m)^( *)\.\. math:: *(.*)((?:\n\1 +\S.*)*)", display, text)
+    text = re.sub(r"(?m)\n*^( *)\.\. math:: *(.*)((?:\n\1 +\S.*)*)\n*", display, text)
     text = re.sub(r"(?m)^( *)>>> .*(?:\n\1 *\S.*)*", example, text)
     text = re.sub(r":math:`([^`]*)`", lambda found: f"${' '.join(found[1].split())}$", text)
     text = re.sub(r":\w+:`~?([^`]*)`", r"`\1`", text)

@@ -40,6 +40,11 @@ def test_a_page_that_fetches_is_a_warning(
     assert len(caplog.records) == fetched
 
 
+def test_no_page_has_the_paths_of_a_server(hooks: Any) -> None:
+    config = SimpleNamespace(theme=SimpleNamespace(static_templates={"404.html", "sitemap.xml"}))
+    assert hooks.on_config(config).theme.static_templates == {"sitemap.xml"}
+
+
 def test_results_are_a_page_with_its_pictures(hooks: Any) -> None:
     text = hooks.on_page_markdown("", page("results.md"), SimpleNamespace(docs_dir=DOCS), None)
     assert "](results/divergence.png)" in text
@@ -50,5 +55,10 @@ def test_results_are_a_page_with_its_pictures(hooks: Any) -> None:
 def test_docstrings_become_markdown(hooks: Any) -> None:
     text = "A (*, N) :math:`x\n  y`, :class:`~a.B`.\n\n.. math:: a +\n    b\n\n>>> 1 + 1\n2"
     assert hooks.as_markdown(text) == (
-        "A (\\*, N) $x y$, `a.B`.\n\n\n$$\na + b\n$$\n\n\n\n```pycon\n>>> 1 + 1\n2\n```\n"
+        "A (\\*, N) $x y$, `a.B`.\n\n$$\na + b\n$$\n\n\n```pycon\n>>> 1 + 1\n2\n```\n"
     )
+
+
+def test_a_formula_does_not_end_its_item(hooks: Any) -> None:
+    text = "* one:\n\n  .. math:: a\n    + b\n\n  of c.\n* two"
+    assert hooks.as_markdown(text) == "* one:\n  $\\displaystyle a + b$\n  of c.\n* two"

@@ -1,12 +1,27 @@
 window.MathJax = {
   tex: {inlineMath: [["\\(", "\\)"]], displayMath: [["\\[", "\\]"]]},
   svg: {scale: 0.92},
-  options: {ignoreHtmlClass: ".*|", processHtmlClass: "arithmatex", enableMenu: false},
+  options: {enableMenu: false},
   startup: {
     pageReady: () => MathJax.startup.defaultPageReady().then(() => {
-      // A formula in a line that is wider than its page scrolls.
-      for (const formula of document.querySelectorAll("p > span.arithmatex, li > span.arithmatex"))
-        if (formula.offsetWidth > formula.parentElement.clientWidth) formula.classList.add("wide");
+      for (const formula of document.querySelectorAll("span.arithmatex")) {
+        // What touches a formula stays on its line.
+        const next = formula.nextSibling;
+        if (next?.nodeType === Node.TEXT_NODE) {
+          const touching = next.data.match(/^\S*/)[0];
+          formula.append(touching);
+          next.data = next.data.slice(touching.length);
+        }
+        // A formula in a line that is wider than its page scrolls.
+        if (formula.offsetWidth > formula.closest("td, th, li, article").clientWidth) formula.classList.add("wide");
+      }
+      // Formulas in what a search finds; one with a marked word in it would stay TeX.
+      const found = document.querySelector(".md-search-result__list");
+      new MutationObserver(() => {
+        for (const text of found.querySelectorAll("article"))
+          text.innerHTML = text.innerHTML.replace(/\\[([].*?\\[)\]]/gs, (formula) => formula.replace(/<.*?>/g, ""));
+        MathJax.typeset([found]);
+      }).observe(found, {childList: true});
     }),
   },
 };

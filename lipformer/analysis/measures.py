@@ -152,7 +152,10 @@ class SplitAttack:
     """Half of a token's mass moved by t e, the other half by -t e.
 
     Attributes:
-        token: which one. direction: e (D,), of length one. step: t. gain: ||G_i||, the ratio for t to 0.
+        token: which one.
+        direction: e (D,), of length one.
+        step: t.
+        gain: ||G_i||, the ratio for t to 0.
         ratio: W2 of the images over W2 of the clouds that was reached at t: the distance of the clouds
             is at most t sqrt(a_i), and that of the images at least the root of the mean squared
             distance of the moved image's points from the nearest point of the first image.

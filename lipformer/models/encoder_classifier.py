@@ -32,7 +32,7 @@ class EncoderClassifier(OnePass, SavedModel):
     this map: a lookup of integers has no Lipschitz constant. In the variant "l2" every part has a known
     constant: learned positions (a shift), L2 attention divided by its bound and feed-forward parts of
     norm 1 in convex residuals, the mean of the tokens (at most :math:`1/\sqrt{n_0}`), a head of norm at
-    most head_coeff. Symbols' vectors lie in a ball, so that a radius of :math:`2\,` token_radius covers
+    most head_coeff. Symbols' vectors lie in a ball, so that a radius of 2 ``token_radius`` covers
     every exchange of one token for another.
 
     ``lipformer.analysis.certified_radius(model, model.embed(tokens), labels, key_padding_mask=mask)`` is

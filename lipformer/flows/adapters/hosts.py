@@ -165,7 +165,7 @@ def __getattr__(name: str) -> Any:
 def to_normflows(block: nn.Module, **options: Any) -> Any:
     """Wraps an invertible block as a Flow of normflows; its forward is latent to data.
 
-    Args: as in :func:`to_torch_transform`, here and below.
+    Options as in :func:`to_torch_transform`.
     """
     return _class("NormflowsBlock")(block, Options(**options))
 

@@ -50,7 +50,7 @@ def l2_attention(
         bias: :math:`b`, added to the logits, broadcastable to (*, H, N, N); -inf hides a key, but
             never a query's own one.
         key_padding_mask: (*, N), bool with True at padded tokens, or float with -inf there.
-        scale: temperature :math:`t`, a float or a tensor (H, 1, 1); default d ** -0.5.
+        scale: temperature :math:`t`, a float or a tensor (H, 1, 1); default :math:`d^{-1/2}`.
         dropout_p: probability of dropping an attention weight.
 
     Returns:

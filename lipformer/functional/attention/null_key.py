@@ -44,7 +44,7 @@ def null_key_attention(
         q: (*, H, T, d).
         k: (*, H, S, d); with ``is_causal`` the queries are those of the last T tokens.
         v: (*, H, S, e).
-        scale: temperature :math:`t`, a float or a tensor (H, 1, 1); default d ** -0.5.
+        scale: temperature :math:`t`, a float or a tensor (H, 1, 1); default :math:`d^{-1/2}`.
         value_scale: :math:`\epsilon > 0`, likewise.
         is_causal: a query sees the keys up to its own token.
         bias: :math:`b \le 0`, broadcastable to (*, H, T, S); -inf hides a key, any or all of them.

@@ -45,17 +45,14 @@ def l2_gain(
     temperature t > 0 and every input, or with ``radius`` those with :math:`\sqrt t \|z_i\|` up to it.
     Any tokens may be padded. The theorems are those of docs/theory, section 2.
 
-    ========= ================================= ==================================================
-    norm      applies to                        theorems
-    ========= ================================= ==================================================
-    "l2"      no mask                           G, closed, any mask, kim2021
-    "l2"      causal, window                    G, closed, any mask, kim2021 (no window)
-    "l2"      causal with slope                 G, closed
-    "l2"      bias                              G, C, C+
-    "token"   any mask and bias                 D
-    "self"    any mask and bias                 E
-    each      radius                            F
-    ========= ================================= ==================================================
+        norm     applies to         theorems
+        "l2"     no mask            G, closed, any mask, kim2021
+        "l2"     causal, window     G, closed, any mask, kim2021 (no window)
+        "l2"     causal with slope  G, closed
+        "l2"     bias               G, C, C+
+        "token"  any mask and bias  D
+        "self"   any mask and bias  E
+        each     radius             F
 
     Theorem G is read from a table that the package holds, of up to 2^24 keys and slopes down to 2^-16;
     "closed" is what is left beyond.
@@ -79,7 +76,7 @@ def l2_gain(
             column (Theorem G, beyond its table C, and F). "kim2021" is the published value.
 
     Returns:
-        The gain as a float, rounded up: never below the truth.
+        The gain as a float, rounded up, never below the truth.
 
     Example:
         >>> l2_gain(64) < 9.1
