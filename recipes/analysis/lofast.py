@@ -20,23 +20,24 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import matplotlib
 import torch
 from jsonargparse.typing import PositiveFloat, PositiveInt
 from rich.progress import track
 from torch import Tensor, nn
 
 from lipformer.analysis import AttentionMaps, attention_maps, lofast_bound
-from lipformer.saving.saved_model import atomic_write
+from recipes.figures import Panel, draw
 from recipes.output import exit_code, parser, show, usable_directory, write_csv
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-from matplotlib.ticker import MaxNLocator
 
 RADII = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 KINDS = ("generic", "unit-norm")
 RESIDUALS = {"x + f(x)": (1.0, 1.0), "x/2 + f(x)/2": (0.5, 0.5)}
+LINES, MOVED = {name: name for name in ("plain", "refined", "attack")}, "movement / eps"
+PANELS = [Panel("eps", LINES, "", {"kind": k}, "xy", "eps, x + f(x)", MOVED, k) for k in KINDS]
+PANELS += [
+    Panel("depth", LINES, "", {"kind": k}, "y", "generic layers", f"{MOVED} at last", k)
+    for k in RESIDUALS
+]
 Row = dict[str, str | int | float]
 
 
@@ -145,36 +146,12 @@ def measure(options: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def draw(rows: list[Row], path: Path) -> None:
-    """The three curves of each experiment."""
-    figure, axes = plt.subplots(2, 2, figsize=(10, 8))
-    for axis, (experiment, kind) in zip(
-        axes.flat, [("eps", k) for k in KINDS] + [("depth", k) for k in RESIDUALS], strict=True
-    ):
-        some = [row for row in rows if (row["experiment"], row["kind"]) == (experiment, kind)]
-        for name, style in (("plain", "--"), ("refined", "-"), ("attack", ":o")):
-            axis.plot([row[experiment] for row in some], [row[name] for row in some], style, label=name)
-        axis.set_yscale("log")
-        if experiment == "eps":
-            axis.set_xscale("log")
-        else:
-            axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axis.set_title(f"{kind} weights, x + f(x)" if experiment == "eps" else f"generic layers {kind}")
-        axis.set_xlabel(experiment)
-        axis.set_ylabel("movement / eps")
-        axis.legend()
-    figure.tight_layout()
-    with atomic_write(path) as part:
-        figure.savefig(part, dpi=120)
-    plt.close(figure)
-
-
 def run(options: argparse.Namespace) -> None:
     """Measures and writes."""
     usable_directory(options.out)
     rows = measure(options)
     write_csv(options.out / "lofast.csv", rows)
-    draw(rows, options.out / "lofast.png")
+    draw(PANELS, rows, options.out / "lofast.png")
     show(rows, f"movement / eps, medians of {options.samples} inputs")
     print(f"written to {options.out}")
 

@@ -25,7 +25,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import matplotlib
 import torch
 from jsonargparse.typing import PositiveFloat, PositiveInt
 from rich.progress import track
@@ -33,12 +32,9 @@ from torch import Tensor, nn
 
 import lipformer as lf
 from lipformer.analysis import AttentionMaps, measure_gain, split_attack, split_gain
-from lipformer.saving.saved_model import atomic_write
+from recipes.figures import Panel, draw
 from recipes.output import exit_code, parser, show, usable_directory, write_csv
 from training.errors import BadInput
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 
 Attention = AttentionMaps | nn.Module
 
@@ -102,15 +98,10 @@ def measure(
         weights = torch.ones(n, dtype=torch.float64)
         for name, layer in layers.items():
             unsplit, split = measure_gain(layer, x, weights), split_gain(layer, x, weights)
-            for draw in range(draws):
-                attack = split_attack(layer, x[draw], weights, step=step * radius)
-                both = float(unsplit[draw]), float(split[draw])
-                yield Row(kind, name, dim, n, radius, draw, *both, attack.step, attack.ratio)
-
-
-def median(rows: list[Row], column: str) -> float:
-    """The median over clouds."""
-    return float(torch.tensor([getattr(row, column) for row in rows], dtype=torch.float64).median())
+            for k in range(draws):
+                attack = split_attack(layer, x[k], weights, step=step * radius)
+                both = float(unsplit[k]), float(split[k])
+                yield Row(kind, name, dim, n, radius, k, *both, attack.step, attack.ratio)
 
 
 def select(rows: list[Row], **fixed: object) -> list[Row]:
@@ -120,28 +111,13 @@ def select(rows: list[Row], **fixed: object) -> list[Row]:
 
 def draw_picture(rows: list[Row], path: Path) -> None:
     """Gains over the radius for the fewest tokens, and what splitting adds over the number of tokens."""
-    tokens, radii = sorted({row.tokens for row in rows}), sorted({row.radius for row in rows})
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    few = select(rows, cloud="centred", tokens=tokens[0])
-    for color, name in (("C0", "dot-product"), ("C1", "L2")):
-        for column, style in (("unsplit", "--"), ("split", "-"), ("attack", "x")):
-            values = [median(select(few, attention=name, radius=radius), column) for radius in radii]
-            left.loglog(radii, values, style, color=color, label=f"{name}, {column}")
-    left.set(xlabel="radius", ylabel="W2 gain, median", title=f"Centred clouds of {tokens[0]} tokens")
-    left.legend(fontsize=8)
-    for (kind, style), radius in product((("centred", "o-"), ("random", "k:")), radii):
-        ratios = []
-        for n in tokens:
-            group = select(rows, cloud=kind, attention="dot-product", tokens=n, radius=radius)
-            ratios.append(max(added(row) for row in group))
-        label = f"centred, radius {radius:g}" if kind == "centred" else None
-        right.semilogx(tokens, ratios, style, label=label)
-    right.plot([], [], "k:", label="random, every radius")
-    right.set(xlabel="tokens", ylabel="split / unsplit gain, largest", title="Dot-product attention")
-    right.legend(fontsize=8)
-    with atomic_write(path) as part:
-        figure.savefig(part, dpi=120)
-    plt.close(figure)
+    tokens, ratio = min(row.tokens for row in rows), "split / unsplit gain"
+    lines, few = {k: k for k in ("unsplit", "split", "attack")}, {"cloud": "centred", "tokens": tokens}
+    panels = [Panel("radius", lines, "attention", few, "y", "radius", "W2 gain", f"{tokens} tokens")]
+    for kind in CLOUDS:
+        some = {"cloud": kind, "attention": "dot-product"}
+        panels += [Panel("tokens", "added", "radius", some, "", f"tokens, {kind} clouds", ratio)]
+    draw(panels, [row._asdict() | {"added": added(row)} for row in rows], path)
 
 
 def added(row: Row) -> float:

@@ -56,14 +56,14 @@ class Samples:
 
 
 def training_step(layer: nn.Module, x: Tensor) -> Step:
-    """The forward and backward pass of a layer, to the input's and all parameters' gradients.
+    """The forward and backward pass of a layer, to the gradients of the input and what is trained.
 
     Args:
         layer: maps x to one tensor.
         x: the input; a copy of it that requires a gradient is used.
     """
     x = x.detach().clone().requires_grad_()
-    wanted = [x, *layer.parameters()]
+    wanted = [x, *(p for p in layer.parameters() if p.requires_grad)]
     grads: list[Tensor] = []
 
     def step() -> tuple[Tensor, ...]:

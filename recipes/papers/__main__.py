@@ -2,21 +2,19 @@
 
     python -m recipes.papers --quick               all of them, small: under 20 minutes on two cores
     python -m recipes.papers inversion tightness   two of them, at full size
-    python -m recipes.papers --list                what there is
 
 Each leaves NAME.json, NAME.csv, NAME.png and NAME.md in OUT/LEVEL, and all together RESULTS.md there.
 A finished part is not measured again: give the same command to go on. Exit code 1: a claim failed.
 """
 
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from recipes.output import exit_code, parser, usable_directory, write_text
-from recipes.papers.experiment import Record, Setting, header
+from recipes.papers.experiment import Record, Setting
 from recipes.papers.results import NAMES, experiment, results
 from training.base_cli import prepare_process
 from training.progress import print_plain
@@ -24,17 +22,11 @@ from training.progress import print_plain
 
 def run(names: Sequence[str], setting: Setting, out: Path) -> int:
     """Measures what is missing and writes everything; 1 if something was found to be wrong."""
-    folder = usable_directory(out / setting.level, "--out")
-    records = [Record(experiment(name), setting, folder) for name in names]
-    left = sum(part.cost for record in records for part in record.missing)
-    begin, done, wrong = time.perf_counter(), 0.0, False
-    for record in records:
+    folder, wrong = usable_directory(out / setting.level, "--out"), False
+    for record in [Record(experiment(name), setting, folder) for name in names]:
         for part in record.measure():
-            left, done = left - part.cost, done + part.cost
-            minutes = max(0.0, left) * (time.perf_counter() - begin) / done / 60.0
-            count, took = len(record.measured), record.measured[part.name]["seconds"]
-            told = f"{part.name} ({count} of {len(record.parts)} parts), {took:.0f} s"
-            print_plain(f"{record.name}: {told}; about {minutes:.1f} minutes left")
+            took, left = record.measured[part.name]["seconds"], len(record.missing)
+            print_plain(f"{record.name}: {part.name}, {took:.0f} s; {left} of {len(record.parts)} left")
         found = record.publish()
         wrong |= found.holds is False
         print_plain(f"{record.name}: {found.figure}. {found.text}")
@@ -46,19 +38,14 @@ def run(names: Sequence[str], setting: Setting, out: Path) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
     given = parser(__doc__)
-    given.add_argument("names", nargs="*", metavar="NAME", help="experiments; all if none is given")
+    given.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}; all if none")
     level = given.add_mutually_exclusive_group()
     level.add_argument("--smoke", dest="level", action="store_const", const="smoke", help="seconds")
     level.add_argument("--quick", dest="level", action="store_const", const="quick", help="minutes")
     given.add_argument("--out", type=Path, default=Path("report/papers"), help="directory of all output")
     given.add_argument("--data", type=Path, help="has ptb/ and tinyshakespeare.txt; without: the hub")
     given.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of torch")
-    given.add_argument("--list", action="store_true", help="list the experiments")
     asked = given.parse_args(arguments)
-    if asked.list:
-        for name in NAMES:
-            print_plain("{0:12s} {2} ({1})".format(name, *header(experiment(name))))
-        return 0
     prepare_process()
     torch.set_num_threads(asked.threads)
     setting = Setting(asked.level or "full", asked.data)

@@ -3,8 +3,8 @@
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
-from lipformer.models import LanguageModel
 from recipes.papers.experiment import Part, Row, Rows, Setting
 from recipes.report import count
 from training import cli
@@ -12,56 +12,47 @@ from training.errors import NotFinite
 
 _CONFIGS = Path(__file__).parents[1] / "ptb" / "small"
 _QUIET = {f"{name}.enabled": "false" for name in ("certificate", "inversion", "text", "report")}
+_QUIET |= {"trainer.enable_progress_bar": "false"}
+_TINY = {"model.config.dim": 16, "data.block": 16, "trainer.limit_val_batches": 1}
+_TINY |= {"trainer.limit_test_batches": 1}
+Judge = Callable[[Any], Row]  # of a finished run
 
 
 def trained(
-    setting: Setting,
-    config: str,
-    seed: int,
-    steps: int,
-    options: Row,
-    folder: Path,
-    test: bool = False,
-    judge: Callable[[LanguageModel], Row] | None = None,
+    setting: Setting, config: str, seed: int, options: Row, folder: Path, judge: Judge | None
 ) -> Row:
     """Trains a model of recipes/ptb/small, from its last checkpoint if it was killed, and judges it.
 
-    Options are added to its configuration. The row has nats and accuracy of the validation text, nats
-    of the test text (if test: once, after the last step), what the judge tells of the model, and CPU
-    seconds of what was run here; or that it diverged.
+    Options, the steps among them, are added to its configuration. The row has nats and accuracy of the
+    validation text, what the judge tells, and CPU seconds of what was run here; or that it diverged.
     """
     text: Row = {} if setting.level == "full" else {"data.source": "pydoc", "data.characters": "plain"}
     if setting.data is not None:  # else at full size the configuration's own, of the hub
         text = {"data.source": "dir", "data.path": setting.data / "ptb"}
     given = {"config": _CONFIGS / f"{config}.yaml", **text, "seed_everything": seed, **_QUIET}
-    given |= {"trainer.max_steps": steps, "trainer.val_check_interval": steps}
-    given |= {"trainer.default_root_dir": folder, "trainer.enable_progress_bar": "false"}
+    steps = options["trainer.max_steps"]
+    given |= {"trainer.val_check_interval": steps, "trainer.default_root_dir": folder}
     kept = sorted(folder.glob("*/checkpoints/last.ckpt"), key=lambda path: path.stat().st_mtime)
     given |= {"ckpt_path": kept[-1]} if kept else {}
+    given |= options | (_TINY if setting.level == "smoke" else {})
     begin, row = time.process_time(), Row(seed=seed, steps=steps)
     try:
-        run = cli.run(["fit", *(f"--{name}={value}" for name, value in (given | options).items())])
+        run = cli.run(["fit", *(f"--{name}={value}" for name, value in given.items())])
     except NotFinite:
         return row | {"diverged": True}
-    found = run.trainer.callback_metrics
-    row |= {"parameters": count(run.model), **(judge(run.model.model) if judge else {})}
-    row |= {"nats": float(found["val/nats"]), "accuracy": float(found["val/accuracy"])}
-    if test:
-        told = run.trainer.test(run.model, datamodule=run.datamodule, verbose=False)
-        row["test_nats"] = told[0]["test/nats"]
+    found = {name: float(run.trainer.callback_metrics[f"val/{name}"]) for name in ("nats", "accuracy")}
+    row |= {"parameters": count(run.model), **found, **(judge(run) if judge else {})}
     return row | {"cpu_seconds": round(time.process_time() - begin, 1)}
 
 
-def runs(
-    setting: Setting, cases: Iterable[tuple[int, int, str]], steps: int, options: Row, test: bool = False
-) -> list[Part]:
+def runs(setting: Setting, cases: Iterable[Any], options: Row, judge: Judge | None = None) -> list[Part]:
     """A part for each seed, number of layers and variant (NAME or NAME COEFF); with a token shift."""
 
     def work(seed: int, layers: int, variant: str, folder: Path) -> Rows:
         deep = {"model.config.num_layers": layers, "model.config.token_shift": "true", **options}
         config, _, coeff = variant.partition(" ")
         deep |= {"model.config.coeff": coeff} if coeff else {}
-        found = trained(setting, config, seed, steps, deep, folder, test)
+        found = trained(setting, config, seed, deep, folder, judge)
         yield {"variant": variant, "layers": layers, **found}
 
-    return [Part(f"{case[2]} {case[1]} {case[0]}", work, case, case[1]) for case in cases]
+    return [Part(f"{case[2]} {case[1]} {case[0]}", work, case) for case in cases]

@@ -2,28 +2,24 @@
 
 for L2 attention the iteration converges, for dot-product attention it need not.
 
-Largest error over a batch against iterations, and in the end against the tokens' size.
+Largest error over a batch against iterations for tokens of size 10, and in the end against their size.
 """
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 import lipformer as lf
-from recipes.papers.experiment import Finding, Panel, Part, Row, Rows, Setting, curves, pivot
+from recipes.papers.experiment import Finding, Panel, Part, Row, Rows, Setting, curves
 
 DIM, HEADS, TOKENS, TOLERANCE = 64, 8, 64, 1e-5
 COEFFS, SCALES, SHOWN, COEFF = (0.5, 0.7, 0.9), (1.0, 3.0, 10.0, 30.0, 100.0), 10.0, 0.9
 LAYERS, ERROR, END = ("L2", "dot-product", "dot-product / gain"), "largest error", "last, c = 0.9"
-PANELS = [
-    Panel("iterations", "error", "c", {"layer": name, "size": SHOWN}, "y", "iterations", ERROR, name)
-    for name in LAYERS
-]
+SHARED = ("y", "iterations", ERROR)
+PANELS = [Panel("iterations", "error", "c", {"layer": k, "size": SHOWN}, *SHARED, k) for k in LAYERS]
 PANELS += [Panel("size", "last", "layer", {"c": COEFF}, "xy", "size of the tokens", ERROR, END)]
-table = partial(pivot, by="layer", across="size", value="last", head="size {:g}", c=COEFF)
 
 
 def _branch(name: str, coeff: float) -> Callable[[Tensor], Tensor]:
@@ -69,8 +65,6 @@ def judge(rows: list[Row]) -> Finding:
         ours <= TOLERANCE < min(dot, divided),
         f"at c = 0.9 the largest error at any size of the tokens is {ours:.1g} for L2, {dot:.2g} for "
         f"dot-product, {divided:.2g} if it is divided by L2's gain",
-        f"{HEADS} heads, N = D = {TOKENS}, Gaussian tokens, of size {SHOWN:g} in three pictures, "
-        "float64. L2 attention is divided by its certificate. Dot-product attention has none: its "
-        "matrices have norm 1, and it is divided by nothing, or by the gain of a head of L2 attention. "
-        "Small tokens are recovered by all three.",
+        f"{HEADS} heads, N = D = {TOKENS}, Gaussian tokens, float64. L2 attention is divided by its "
+        "certificate; dot-product attention has none, and its matrices have norm 1.",
     )

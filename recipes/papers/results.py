@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 from recipes.output import exit_code, markdown, parser, write_text
-from recipes.papers.experiment import HELD, header, read_record, rows_of, section
+from recipes.papers.experiment import HELD, Row, header, read_record, rows_of, section
 from training.errors import BadInput
 
 NAMES = ["divergence", "tightness", "inversion", "treebank", "depth", "ranges", "smoothness"]
@@ -30,19 +30,18 @@ def results(folder: Path, pictures: str = "") -> str:
     overview, sections, missing = [], [], []
     for name in NAMES:
         path = folder / f"{name}.json"
-        document = read_record(path) if path.exists() else {}
-        if document.get("missing", True):
+        document: Row = read_record(path) if path.exists() else {"missing": True}
+        if document["missing"]:
             missing.append(name)
             continue
         told, rows = experiment(name), rows_of(document["parts"])
         (source, _, claim, _), found = header(told), told.judge(rows)
-        level = "" if document["level"] == "full" else f" --{document['level']}"
-        command = f"`python -m recipes.papers {name}{level}`"
-        line = {"source": source, "claim": claim, "": HELD[found.holds], "here": found.figure}
-        overview.append(line | {"command": command})
+        overview.append({"source": source, "claim": claim, "": HELD[found.holds], "here": found.figure})
+        command = f"{name} --{document['level']}".removesuffix(" --full")
         minutes = sum(part["seconds"] for part in document["parts"].values()) / 60.0
-        measured = f"{minutes:.1f} minutes, torch {document['torch']}, {document['machine']}"
-        sections.append(f"{section(told, rows, f'{pictures}{name}.png')}\n{command}, {measured}.\n")
+        took = f"{minutes:.1f} minutes, torch {document['torch']}, {document['machine']}"
+        text = section(told, rows, f"{pictures}{name}.png")
+        sections.append(f"{text}\n`python -m recipes.papers {command}`, {took}.\n")
     if not overview:
         raise BadInput(f"{folder} has no record of an experiment: run python -m recipes.papers")
     summary = markdown(overview) + (f"\n\nNot measured yet: {', '.join(missing)}." if missing else "")

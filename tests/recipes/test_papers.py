@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from torch.autograd.functional import jacobian
 
 from lipformer.functional import lambert_w0
 from recipes.papers import inversion, tightness
@@ -103,11 +104,16 @@ def test_a_damaged_record_is_named(
     assert "divergence.json is not a record" in capsys.readouterr().err
 
 
+def attend(z: torch.Tensor) -> torch.Tensor:
+    """L2 attention of tokens of one feature."""
+    return (-(z[:, None] - z).square()).softmax(-1) @ z
+
+
 @pytest.mark.parametrize(("norm", "order"), [("l2", 2), ("token", float("inf")), ("linf", float("inf"))])
 def test_clusters_gain_what_their_tokens_gain(norm: str, order: float) -> None:
     n, side = 9, math.sqrt(1.5 + lambert_w0(8 * math.exp(-1.5)))
-    z = torch.tensor([[side, -side] * (n // 2) + [0.0]]).double()
-    exact = torch.linalg.matrix_norm(tightness.jacobian(z)[0], order).item()
+    z = torch.tensor([side, -side] * (n // 2) + [0.0]).double()
+    exact = torch.linalg.matrix_norm(jacobian(attend, z), order).item()
     found = tightness.attack_clusters(n, norm, 1, steps=0, starts=1)
     assert found == pytest.approx(exact, rel=1e-9)
 

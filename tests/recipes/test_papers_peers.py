@@ -30,7 +30,8 @@ GOOD: dict[tuple[str, str, str], Any] = {
 
 def rows() -> list[dict[str, Any]]:
     return [
-        row for (part, name, column), v in GOOD.items() for row in peers._line(part, name, {column: v})
+        {"part": part, "name": name, "column": column, "value": v}
+        for (part, name, column), v in GOOD.items()
     ]
 
 
@@ -65,7 +66,8 @@ def test_a_peer_that_is_missing_is_left_out_and_named(
         raise ImportError(module)
 
     monkeypatch.setattr(peers, "_peer", absent)
-    found = {row["name"] for row in peers.norms(4, 1, 1, 0.0, tmp_path)}
+    sizes = (peers.LINEAR, peers.norms, (4, 1, 1, 0.0))
+    found = {row["name"] for row in peers.measure(*sizes, tmp_path)}
     assert found == {name for name in peers.LINEARS if name.split()[0] in ("torch", "lipformer")}
     monkeypatch.setitem(GOOD, ("peer", "FrEIA", "version"), None)
     assert "FrEIA not installed" in peers.judge(rows()).text
