@@ -2,9 +2,9 @@
 
 a bound around each input certifies standard attention on CIFAR-10 at 36/255.
 
-Movement over eps and through depth, medians over random layers; accuracy of one seed on digits, under
-attack (pgd) and certified. recipes/vision/README.md has CIFAR-10. Ours has a refined bound, convex
-residuals, tokens in a ball and a margin in the loss.
+Movement over eps and through depth of random layers, medians over inputs; accuracy of one seed on the
+digits, under attack (pgd) and certified. recipes/vision/README.md has CIFAR-10. Ours has a refined
+bound, convex residuals, tokens in a ball and a margin in the loss.
 """
 
 import csv
