@@ -8,6 +8,7 @@ A finished part is not measured again: give the same command to go on. Exit code
 """
 
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,10 +24,14 @@ from training.progress import print_plain
 def run(names: Sequence[str], setting: Setting, out: Path) -> int:
     """Measures what is missing and writes everything; 1 if something was found to be wrong."""
     folder, wrong = usable_directory(out / setting.level, "--out"), False
-    for record in [Record(experiment(name), setting, folder) for name in names]:
+    records, begin = [Record(experiment(name), setting, folder) for name in names], time.time()
+    total = sum(len(record.missing) for record in records)
+    for record in records:
         for part in record.measure():
-            took, left = record.measured[part.name]["seconds"], len(record.missing)
-            print_plain(f"{record.name}: {part.name}, {took:.0f} s; {left} of {len(record.parts)} left")
+            left = sum(len(other.missing) for other in records)
+            minutes = (time.time() - begin) / (total - left) * left / 60
+            took = f"{record.measured[part.name]['seconds']:.0f} s"
+            print_plain(f"{record.name}: {part.name}, {took}; {left} left, about {minutes:.0f} minutes")
         found = record.publish()
         wrong |= found.holds is False
         print_plain(f"{record.name}: {found.figure}. {found.text}")

@@ -43,7 +43,7 @@ def _certified(run: Any) -> Row:
 
 def measure(arm: str, temperature: float | None, seed: int, setting: Setting, folder: Path) -> Rows:
     """One run on tiny Shakespeare (without --data on the text of other experiments)."""
-    steps, size = setting.pick((2, 2), (60, 16), (1600, 64))
+    steps, size = setting.pick((2, 2), (60, 16), (2400, 32))
     options: Row = {"trainer.max_steps": steps, "data.batch_size": size}
     if setting.data is not None:
         text = (setting.data / "tinyshakespeare.txt").read_text(encoding="utf-8")
@@ -80,5 +80,6 @@ def judge(rows: list[Row]) -> Finding:
         f"{certificate:.3f}, read at temperature {sharp:.2g}; {told} if it is 2 in training; "
         f"{free:.1%} without a constant",
         f"One changed character moves no token's logits by more than {moved:.1f}, where embedded "
-        f"characters have a root mean square of 1 per feature. {rows[0]['steps']} updates in each arm.",
+        f"characters have a root mean square of 1 per feature ({10 * moved:.0f} if it were 10). "
+        f"{rows[0]['steps']} updates in each arm.",
     )

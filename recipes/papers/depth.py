@@ -32,9 +32,8 @@ def judge(rows: list[Row]) -> Finding:
     for variant, nats in curves(rows, "layers", "nats", "variant").items():
         failed = [n for n, seeds in nats.items() if not seeds.high <= nats[min(nats)] + MARGIN]
         first[variant] = min(failed, default=deepest + 1)
-    told = [
-        f"{v} first fails at {n}" if n <= deepest else f"{v} trains to {n - 1}" for v, n in first.items()
-    ]
+    ends = [f"first fails at {n}" if n <= deepest else f"trains to {n - 1}" for n in first.values()]
+    told = [f"{variant} {end}" for variant, end in zip(first, ends, strict=True)]
     return Finding(
         any(first[v] > GOAL for v in VARIANTS[1:]) if deepest >= GOAL else None,
         f"{'; '.join(told)} layers",

@@ -77,9 +77,8 @@ def judge(rows: list[Row]) -> Finding:
         found = curves(rows, "tokens", f"{bound} / found", "norm")[norm]
         return ", ".join(f"{found[n]:.3g}" for n in TOLD if n in found)
 
-    loosest = {
-        k: max(v.values()) for k, v in curves(rows, "tokens", "published / found", "norm").items()
-    }
+    over = curves(rows, "tokens", "published / found", "norm")
+    loosest = {norm: max(found.values()) for norm, found in over.items()}
     passed = sum(row["certificate / found"] < 1.0 for row in rows)
     return Finding(
         not passed and loosest["linf"] < 2.0 < loosest["l2"],
