@@ -12,6 +12,12 @@ window.MathJax = {
           formula.append(touching);
           next.data = next.data.slice(touching.length);
         }
+        const before = formula.previousSibling;
+        if (before?.nodeType === Node.TEXT_NODE) {
+          const touching = before.data.match(/\S*$/)[0];
+          formula.prepend(touching);
+          before.data = before.data.slice(0, before.data.length - touching.length);
+        }
         // A formula in a line that is wider than its page scrolls.
         if (formula.offsetWidth > formula.closest("td, th, li, article").clientWidth) formula.classList.add("wide");
       }
