@@ -30,9 +30,9 @@ from tests.gpu import pretend
 BATCH, TOKENS = 2, 32
 # Of recipes/ptb/small, which has the variants and not ddp and fsdp.
 VARIANTS = sorted(path.stem for path in RECIPES.glob("*.yaml"))
-# Depth, tokens, samples and mode of flows of 2 features, width 16 and hidden 32; the first is README's.
+# Depth, tokens, samples and mode of flows of 2 features, width 16 and hidden 32.
 FLOWS: dict[str, tuple[int, int, int, str]] = {
-    "readme": (2, 12, 5, "norm"),
+    "small": (2, 12, 5, "norm"),
     "sets": (4, 12, 64, "norm"),
     "sequences": (4, 32, 64, "causal"),
 }

@@ -20,7 +20,7 @@ BUDGET = {
 }
 # At most so many kernels in Flow.sample of each flow, fresh. A branch of attention has 34 (causal 55),
 # a feed-forward one 7; before the host decided it was 5803, 13838 and 21410.
-SAMPLES = {"readme": 1680, "sets": 2930, "sequences": 3890}
+SAMPLES = {"small": 1680, "sets": 2930, "sequences": 3890}
 
 
 @functools.cache
