@@ -19,6 +19,8 @@ LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#:\s]+)(#[^)\s]*)?\)")
 FETCHED = re.compile(
     r"""<(?:script|link|img|iframe|source)\b[^>]*?\b(?:src|href)=["']?((?:https?:)?//[^"'>\s]*)"""
 )
+CODE = re.compile(r"<code>[^<]*</code>")
+OPTION = re.compile(r"(?<![\w-])--[a-z][\w.-]*")
 MATHJAX = "sphinx-mathjax-offline/static/mathjax/tex-svg.js"
 
 
@@ -52,6 +54,11 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         return name if text.strip("`") in name else f"{text} ({name})"
 
     return LINK.sub(replace, markdown)
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
+    """Options of commands are not broken behind a dash."""
+    return CODE.sub(lambda code: OPTION.sub(r'<span class="option">\g<0></span>', code[0]), html)
 
 
 def on_post_page(output: str, page: Any, config: Any) -> str:

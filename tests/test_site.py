@@ -52,6 +52,12 @@ def test_results_are_a_page_with_its_pictures(hooks: Any) -> None:
     assert "`recipes/vision/README.md`" in text
 
 
+def test_an_option_is_one_piece(hooks: Any) -> None:
+    html = hooks.on_page_content("a--b <code>fit --a.b_c X</code> <em>--d</em>", None, None, None)
+    piece = '<span class="option">--a.b_c</span>'
+    assert html == f"a--b <code>fit {piece} X</code> <em>--d</em>"
+
+
 def test_docstrings_become_markdown(hooks: Any) -> None:
     text = "A (*, N) :math:`x\n  y`, :class:`~a.B`.\n\n.. math:: a +\n    b\n\n>>> 1 + 1\n2"
     assert hooks.as_markdown(text) == (
