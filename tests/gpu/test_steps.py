@@ -19,7 +19,7 @@ BUDGET = {
     "lipschitz": 1612,
 }
 # At most so many kernels in Flow.sample of each flow, fresh. A branch of attention has 34 (causal 55),
-# a feed-forward one 7; before the host decided it was 5803, 13838 and 21410.
+# a feed-forward one 7; where the device decides when to stop it is 5803, 13838 and 21410.
 SAMPLES = {"small": 1680, "sets": 2930, "sequences": 3890}
 
 
