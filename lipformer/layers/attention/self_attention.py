@@ -97,7 +97,8 @@ class SelfAttention(Layer):
             if other is not None and other is not query:
                 raise ValueError(
                     f"query and {name} must be one and the same tensor ({type(self).__name__} is "
-                    f"self-attention), got two of shapes {tuple(query.shape)} and {tuple(other.shape)}"
+                    f"self-attention): call layer(x) or layer(x, x, x), not with a copy; got two "
+                    f"of shapes {tuple(query.shape)} and {tuple(other.shape)}"
                 )
 
     def _stored(self) -> Tensor:
