@@ -17,8 +17,8 @@ from __future__ import annotations
 import os
 import sys
 
-# Threads that wait do not spin, as in the Makefile: on a busy machine `certify` took over 9 minutes
-# instead of 2. To be set before torch is loaded.
+# Threads that wait do not spin, as in the Makefile: on a busy machine spinning makes commands several
+# times slower. To be set before torch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import signal
 import sys
 import tempfile
 from collections.abc import Callable
@@ -26,7 +27,7 @@ def first_line(error: Exception) -> str:
 
 
 def exit_code(work: Callable[[], object]) -> int:
-    """Runs a command and returns its exit code; on failure 2, with one line on stderr.
+    """Runs a command and returns its exit code; on failure 2, after Ctrl-C 130, with one line on stderr.
 
     What failed is what the user got wrong (BadInput) or what the system refused (OSError: a full disk, a
     directory that cannot be written in). Characters that a terminal cannot show become question marks.
@@ -38,6 +39,9 @@ def exit_code(work: Callable[[], object]) -> int:
     except (BadInput, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
     return code if isinstance(code, int) else 0
 
 

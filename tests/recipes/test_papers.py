@@ -87,6 +87,15 @@ def test_a_killed_run_goes_on(tmp_path: Path) -> None:
     assert rows_in(tmp_path / "small.json") == rows_of(again.measured)
 
 
+def test_ctrl_c_is_one_line_and_keeps_what_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("recipes.papers.__main__.experiment", lambda name: small([], True, None))
+    assert main(["small", "--smoke", "--out", str(tmp_path)]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+    assert [row["name"] for row in rows_in(tmp_path / "smoke" / "small.json")] == ["a"]
+
+
 def test_what_does_not_hold_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("recipes.papers.__main__.experiment", lambda name: small([], False, False))
     monkeypatch.setattr("recipes.papers.__main__.results", lambda folder: "")
