@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 from torch import Generator, Tensor
 
 import lipformer as lf
@@ -22,8 +24,6 @@ LENGTHS = tuple(2**k for k in range(2, 13))
 
 def draw_certificate(path: Path, steps: int) -> None:
     """How far inputs and outputs of a layer move: random pairs, the steepest found, the certificate."""
-    from matplotlib.figure import Figure
-
     generator = Generator().manual_seed(0)
     layer = lf.L2MultiheadAttention(16, 2, batch_first=True, causal=False, max_len=16).double()
 
@@ -55,34 +55,18 @@ def draw_certificate(path: Path, steps: int) -> None:
 
 def draw_gain(path: Path, steps: int) -> None:
     """Bounds of the gain of one head in the l2 norm against the number of tokens."""
-    from matplotlib.figure import Figure
-
     gain = lf.functional.l2_gain
     figure = Figure(figsize=(6.0, 4.0), layout="constrained")
     axes = figure.subplots()
-    axes.plot(
-        LENGTHS,
-        [gain(n, theorem="kim2021") for n in LENGTHS],
-        ":",
-        color="black",
-        label="Kim et al. 2021",
-    )
-    axes.plot(LENGTHS, [gain(n, is_causal=True) for n in LENGTHS], "--", color="black", label="causal")
-    axes.plot(LENGTHS, [gain(n) for n in LENGTHS], "-", color="black", label="no mask")
-    axes.plot(
-        LENGTHS,
-        [gain(n, is_causal=True, slope=0.25) for n in LENGTHS],
-        "-.",
-        color="0.4",
-        label="ALiBi, 1/4",
-    )
-    axes.plot(
-        LENGTHS,
-        [gain(n, radius=0.5) for n in LENGTHS],
-        "-",
-        color="0.6",
-        label="keys in a ball, r = 1/2",
-    )
+    options: dict[str, Any]
+    for label, style, color, options in (
+        ("Kim et al. 2021", ":", "black", {"theorem": "kim2021"}),
+        ("causal", "--", "black", {"is_causal": True}),
+        ("no mask", "-", "black", {}),
+        ("ALiBi, 1/4", "-.", "0.4", {"is_causal": True, "slope": 0.25}),
+        ("keys in a ball, r = 1/2", "-", "0.6", {"radius": 0.5}),
+    ):
+        axes.plot(LENGTHS, [gain(n, **options) for n in LENGTHS], style, color=color, label=label)
     lower = [gain(n - 1, norm="self") for n in LENGTHS]
     axes.plot(LENGTHS, lower, "^", color="black", markersize=4, label="no mask, true gain at least")
     axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="gain of one head, l2 norm")
