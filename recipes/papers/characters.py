@@ -10,26 +10,26 @@ from recipes.report import count
 from training import cli
 from training.errors import NotFinite
 
-_CONFIGS = Path(__file__).parents[1] / "ptb" / "small"
+_RECIPES = Path(__file__).parents[1]
 _QUIET = {f"{name}.enabled": "false" for name in ("certificate", "inversion", "text", "report")}
 _QUIET |= {"trainer.enable_progress_bar": "false"}
 _TINY = {"model.config.dim": 16, "data.block": 16, "trainer.limit_val_batches": 1}
 _TINY |= {"trainer.limit_test_batches": 1}
-Judge = Callable[[Any], Row]  # of a finished run
+Extra = Callable[[Any], Row]  # of a finished run: what to add to its row
 
 
 def trained(
-    setting: Setting, config: str, seed: int, options: Row, folder: Path, judge: Judge | None
+    setting: Setting, config: str, seed: int, options: Row, folder: Path, extra: Extra | None
 ) -> Row:
-    """Trains a model of recipes/ptb/small, from its last checkpoint if it was killed, and judges it.
+    """Trains the model of a file of recipes/, from its last checkpoint if it was killed.
 
     Options, the steps among them, are added to its configuration. The row has nats and accuracy of the
-    validation text, what the judge tells, and CPU seconds of what was run here; or that it diverged.
+    validation text, extra columns, and CPU seconds of what was run here; or that it diverged.
     """
     text: Row = {} if setting.level == "full" else {"data.source": "pydoc", "data.characters": "plain"}
     if setting.data is not None:  # else at full size the configuration's own, of the hub
         text = {"data.source": "dir", "data.path": setting.data / "ptb"}
-    given = {"config": _CONFIGS / f"{config}.yaml", **text, "seed_everything": seed, **_QUIET}
+    given = {"config": _RECIPES / f"{config}.yaml", **text, "seed_everything": seed, **_QUIET}
     steps = options["trainer.max_steps"]
     given |= {"trainer.val_check_interval": steps, "trainer.default_root_dir": folder}
     kept = sorted(folder.glob("*/checkpoints/last.ckpt"), key=lambda path: path.stat().st_mtime)
@@ -41,18 +41,18 @@ def trained(
     except NotFinite:
         return row | {"diverged": True}
     found = {name: float(run.trainer.callback_metrics[f"val/{name}"]) for name in ("nats", "accuracy")}
-    row |= {"parameters": count(run.model), **found, **(judge(run) if judge else {})}
+    row |= {"parameters": count(run.model), **found, **(extra(run) if extra else {})}
     return row | {"cpu_seconds": round(time.process_time() - begin, 1)}
 
 
-def runs(setting: Setting, cases: Iterable[Any], options: Row, judge: Judge | None = None) -> list[Part]:
-    """A part for each seed, number of layers and variant (NAME or NAME COEFF); with a token shift."""
+def runs(setting: Setting, cases: Iterable[Any], options: Row, extra: Extra | None = None) -> list[Part]:
+    """A part for each seed, depth and variant (NAME or NAME COEFF) of ptb/small, with a token shift."""
 
     def work(seed: int, layers: int, variant: str, folder: Path) -> Rows:
         deep = {"model.config.num_layers": layers, "model.config.token_shift": "true", **options}
         config, _, coeff = variant.partition(" ")
         deep |= {"model.config.coeff": coeff} if coeff else {}
-        found = trained(setting, config, seed, deep, folder, judge)
+        found = trained(setting, f"ptb/small/{config}", seed, deep, folder, extra)
         yield {"variant": variant, "layers": layers, **found}
 
-    return [Part(f"{case[2]} {case[1]} {case[0]}", work, case) for case in cases]
+    return [Part(f"{variant} {n} {seed}", work, (seed, n, variant)) for seed, n, variant in cases]

@@ -53,7 +53,7 @@ def measure(arm: str, temperature: float | None, seed: int, setting: Setting, fo
         options |= {"data.path": folder / "text", "data.characters": "plain"}
     options |= {"model.temperature": temperature} if temperature else {}
     certified = None if arm == "dot_product" else _certified
-    found = trained(setting, f"../../shakespeare/{arm}", seed, options, folder, certified)
+    found = trained(setting, f"shakespeare/{arm}", seed, options, folder, certified)
     yield {"arm": arm, "temperature": temperature, **found}
 
 
@@ -68,7 +68,8 @@ def parts(setting: Setting) -> list[Part]:
 
 
 def judge(rows: list[Row]) -> Finding:
-    free, best = (curves(rows, "", "accuracy", arm=a)[None][None] for a in ("dot_product", "invertible"))
+    by_arm = curves(rows, "arm", "accuracy")[None]
+    free, best = by_arm["dot_product"], by_arm["invertible"]
     smooth = curves(rows, "temperature", "accuracy", "arm")["lipschitz"]
     certificate, moved = (max(row.get(k, 0.0) for row in rows) for k in ("certificate", "one character"))
     sharp = min(row["temperature"] for row in rows if row["arm"] == "invertible")
