@@ -87,11 +87,11 @@ class Panel(NamedTuple):
             if None in points:
                 axes.axhline(points[None], color="gray", label=label)
                 continue
-            every = len(points) // 8 or 1
-            (line,) = axes.plot(list(points), list(points.values()), label=label, markevery=every)
-            for x, mean in points.items():
-                axes.vlines(x, mean.low, mean.high, color=line.get_color())
-                axes.tick_params("x", rotation=90 if isinstance(x, str) else 0)
+            x, means = list(points), list(points.values())
+            (line,) = axes.plot(x, means, label=label, markevery=len(x) // 8 or 1)
+            axes.vlines(x, [y.low for y in means], [y.high for y in means], color=line.get_color())
+            if any(isinstance(name, str) for name in x):
+                axes.tick_params("x", rotation=90)
         axes.set(xlabel=self.xlabel, ylabel=self.ylabel, **{f"{axis}scale": "log" for axis in self.log})
         axes.legend(title=self.title or None, loc="lower center", bbox_to_anchor=(0.5, 1.0))
 
