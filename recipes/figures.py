@@ -77,9 +77,13 @@ class Panel(NamedTuple):
         return found
 
     def table(self, rows: Rows) -> list[Row]:
-        """The curves as lines of a table."""
-        found = self.curves(rows).items()
-        return [{self.xlabel: k, **{str(x): str(y) for x, y in points.items()}} for k, points in found]
+        """The curves as lines of a table, empty where one has no point."""
+        found = self.curves(rows)
+        every = dict.fromkeys(x for points in found.values() for x in points)
+        return [
+            {self.xlabel: label, **{str(x): str(points.get(x, "")) for x in every}}
+            for label, points in found.items()
+        ]
 
     def plot(self, axes: Any, rows: Rows) -> None:
         """Draws the curves, and a legend above the axes, where it covers no point."""

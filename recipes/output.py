@@ -43,10 +43,10 @@ def write_json(path: Path, document: Any) -> None:
 
 
 def write_csv(path: Path, rows: Rows) -> None:
-    """A table as CSV."""
+    """A table as CSV, with the columns of all rows."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as part, part.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
+        writer = csv.DictWriter(file, list(dict.fromkeys(name for row in rows for name in row)))
         writer.writeheader()
         writer.writerows(rows)
 

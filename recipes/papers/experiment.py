@@ -7,7 +7,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
@@ -67,7 +67,7 @@ def section(experiment: ModuleType, rows: list[Row], picture: str) -> str:
     (source, title, claim, caption), found = header(experiment), experiment.judge(rows)
     lines = [f"### {title}", f"{source}. Claimed: {claim}", f"![{title}]({picture})", f"*{caption}*"]
     tables = [panel.table(rows) for panel in getattr(experiment, "TABLES", ())]
-    lines += [markdown(padded(table)) for table in tables if table]
+    lines += [markdown(table) for table in tables if table]
     return "\n\n".join([*lines, f"{HELD[found.holds]}: {found.figure}. {found.text}\n"])
 
 
@@ -103,7 +103,7 @@ class Record:
     def publish(self) -> Finding:
         """Writes NAME.csv, NAME.png and NAME.md of what was measured."""
         rows = rows_of(self.measured)
-        write_csv(self.path.with_suffix(".csv"), padded(rows))
+        write_csv(self.path.with_suffix(".csv"), rows)
         draw(self.experiment.PANELS, rows, self.path.with_suffix(".png"))
         write_text(self.path.with_suffix(".md"), section(self.experiment, rows, f"{self.name}.png"))
         found: Finding = self.experiment.judge(rows)
@@ -123,9 +123,3 @@ def read_record(path: Path) -> Row:
 def rows_of(parts: Row) -> list[Row]:
     """The rows of all parts."""
     return [row for part in parts.values() for row in part["rows"]]
-
-
-def padded(rows: Sequence[Row]) -> list[Row]:
-    """Rows that all have the keys of any, empty where there is no value."""
-    names = dict.fromkeys(name for row in rows for name in row)
-    return [{name: "" if row.get(name) is None else row[name] for name in names} for row in rows]
