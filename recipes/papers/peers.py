@@ -40,12 +40,11 @@ ATTACK, CERTIFY, DEEL = "attack, from below", "lipformer certify", "deel-torchli
 LINEARS = [TORCH, "deel-torchlip SpectralLinear", "orthogonium OrthoLinear"]
 LINEARS += ["lipformer cap", "lipformer normalize", "lipformer orthogonal"]
 ASKED = ("attention", GAIN, LINEAR, "inverse", DET, "tool")
-TABLES = [Panel("column", "value", "name", {"part": part}, "y", part) for part in ASKED]
-SHOWN = [(SCALES, "largest gain"), (STAGES, "spectral norm"), (BRANCHES, "error / largest entry")]
-PANELS = [
-    panel._replace(only=panel.only | {"column": columns}, ylabel=label)
-    for panel, (columns, label) in zip(TABLES[1:4], SHOWN, strict=True)
-]
+_CELLS = partial(Panel, "column", "value", "name")
+TABLES = [_CELLS({"part": part}, "y", part) for part in ASKED]
+SHOWN = [(GAIN, SCALES, "largest gain"), (LINEAR, STAGES, "spectral norm")]
+SHOWN += [("inverse", BRANCHES, "error / largest entry")]
+PANELS = [_CELLS({"part": part, "column": some}, "y", part, y) for part, some, y in SHOWN]
 _TWICE = partial(sdpa_kernel, SDPBackend.MATH)  # the kernel that has second derivatives
 Cells = Iterable[tuple[str, str, Any]]  # of a table: the line's name, the column, the value
 
