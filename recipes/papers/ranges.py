@@ -33,10 +33,11 @@ def ratios(model: Any, tokens: Tensor) -> Row:
         return x.flatten().quantile(torch.tensor([0.5 - share / 2, 0.5 + share / 2])).diff().item()
 
     x, found = model.embed(tokens), []
-    for block in model.trunk:  # x + f(norm(x)): attention and feed-forward take turns
-        given, x, before = block.branch[0](x), block(x), x
-        found.append({name: width(x - before, s) / width(given, s) for name, s in SHARES.items()})
-    return {name: max(layer[name] for layer in found[::2]) for name in SHARES}
+    for attention, feed_forward in zip(model.trunk[::2], model.trunk[1::2], strict=True):
+        given, y = attention.branch[0](x), attention(x)  # x + f(norm(x))
+        found.append({name: width(y - x, s) / width(given, s) for name, s in SHARES.items()})
+        x = feed_forward(y)
+    return {name: max(layer[name] for layer in found) for name in SHARES}
 
 
 def measure(variant: str, steps: int, data: Path | None, folder: Path) -> Rows:
