@@ -23,9 +23,10 @@ from training.progress import print_plain
 
 def run(names: Sequence[str], setting: Setting, out: Path) -> int:
     """Measures what is missing and writes everything; 1 if something was found to be wrong."""
-    folder, wrong = usable_directory(out / setting.level, "--out"), False
-    records, begin = [Record(experiment(name), setting, folder) for name in names], time.time()
-    total = sum(len(record.missing) for record in records)
+    folder = usable_directory(out / setting.level, "--out")
+    records = [Record(experiment(name), setting, folder) for name in names]
+    total, begin = sum(len(record.missing) for record in records), time.time()
+    wrong = False
     for record in records:
         for part in record.measure():
             left = sum(len(other.missing) for other in records)

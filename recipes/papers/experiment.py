@@ -64,7 +64,8 @@ def header(experiment: ModuleType) -> tuple[str, str, str, str]:
 
 def section(experiment: ModuleType, rows: list[Row], picture: str) -> str:
     """The experiment in Markdown: claim, figure (of that address), tables, finding."""
-    (source, title, claim, caption), found = header(experiment), experiment.judge(rows)
+    source, title, claim, caption = header(experiment)
+    found = experiment.judge(rows)
     lines = [f"### {title}", f"{source}. Claimed: {claim}", f"![{title}]({picture})", f"*{caption}*"]
     tables = [panel.table(rows) for panel in getattr(experiment, "TABLES", ())]
     lines += [markdown(table) for table in tables if table]

@@ -136,8 +136,9 @@ def _trained(name: str, width: int, updates: int, seed: int) -> dict[str, Tensor
         (layer(x) - x @ target).square().mean().backward()
         optimizer.step()
         average.update_parameters(layer)
-    loaded, alone, raw = _linear(name, width), _linear(name, width), "parametrizations.weight.original"
+    loaded, alone = _linear(name, width), _linear(name, width)
     loaded.load_state_dict(layer.state_dict())
+    raw = "parametrizations.weight.original"
     alone.load_state_dict({raw: layer.state_dict()[raw]}, strict=False)
     lives = (copy.deepcopy(layer).eval(), loaded.eval(), alone.eval(), average.module.eval())
     with torch.no_grad():
