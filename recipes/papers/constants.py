@@ -34,11 +34,10 @@ def _certified(run: Any) -> Row:
     model, row = run.model.model.eval(), Row()
     bound = lf.certify(model.body, norm="token").bound
     if bound > CONSTANT:
-        row["temperature"] = CONSTANT / bound
+        row["temperature"] = run.model.temperature * CONSTANT / bound
         bound = lf.certify(lf.Contractive(model.body, CONSTANT, norm="token"), norm="token").bound
-    symbols = model.embed(torch.arange(model.config.vocab_size)[None])[0].double()
-    moved = bound * torch.cdist(symbols, symbols).max().item()
-    return row | {"certificate": bound, "one character": moved}
+    x = model.embed(torch.arange(model.config.vocab_size)[None])[0].double()
+    return row | {"certificate": bound, "one character": bound * torch.cdist(x, x).max().item()}
 
 
 def measure(arm: str, temperature: float | None, seed: int, setting: Setting, folder: Path) -> Rows:
@@ -72,7 +71,7 @@ def judge(rows: list[Row]) -> Finding:
     free, best = by_arm["dot_product"], by_arm["invertible"]
     smooth = curves(rows, "temperature", "accuracy", "arm")["lipschitz"]
     certificate, moved = (max(row.get(k, 0.0) for row in rows) for k in ("certificate", "one character"))
-    sharp = min(row["temperature"] for row in rows if row["arm"] == "invertible")
+    sharp = min(row["temperature"] or 1.0 for row in rows if row["arm"] == "invertible")
     told = ", ".join(f"{mean:.1%} at {t:g}" for t, mean in smooth.items())
     holds = best.low > GOAL and free - best < GAP and certificate <= CONSTANT
     return Finding(

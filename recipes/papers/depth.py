@@ -1,7 +1,7 @@
 """Kim et al. 2021, figure 4: Depth at a fixed learning rate.
 
-dot-product attention fails to train beyond 10 layers, L2 attention trains to 18. Here: one of ours
-trains to 32.
+dot-product attention fails to train beyond 10 layers, L2 attention trains to 18 (shown only). Here: one
+of ours trains to 32, dot-product attention not to 12 (judged).
 
 Nats per character of the validation text against depth, without warm-up; mean and range over seeds.
 Missing points are not a number.
@@ -10,10 +10,9 @@ Missing points are not a number.
 from recipes.papers.characters import runs
 from recipes.papers.experiment import Finding, Panel, Part, Row, Setting, curves
 
-VARIANTS, GOAL = ("dot_product", "l2", "contractive", "contractive 0.2"), 32
-DEEP = (2, 4, 6, 8, 10, 12, 14, 16, 18, 24, 32, 48)
-SEVERAL_SEEDS = 10  # layers up to which there are three seeds
-MARGIN = 0.3  # nats above the model of two layers from which a run counts as failed
+GOAL, OURS = 32, ("contractive", "contractive 0.2")
+VARIANTS, DEEP = ("dot_product", "l2", *OURS), (2, 4, 6, 8, 10, 12, 14, 16, 18, 24, 32, 48)
+SEVERAL_SEEDS, MARGIN = 10, 0.3  # layers with three seeds; nats above two layers' where runs failed
 PANELS = [Panel("layers", "nats", "variant", {}, "", "layers", "validation text, nats per character")]
 TABLES = PANELS
 
@@ -28,14 +27,14 @@ def parts(setting: Setting) -> list[Part]:
 
 
 def judge(rows: list[Row]) -> Finding:
-    deepest, first = max(row["layers"] for row in rows), {}
+    deepest, first = max(row["layers"] for row in rows), Row()
     for variant, nats in curves(rows, "layers", "nats", "variant").items():
         failed = [n for n, seeds in nats.items() if not seeds.high <= nats[min(nats)] + MARGIN]
         first[variant] = min(failed, default=deepest + 1)
     ends = [f"first fails at {n}" if n <= deepest else f"trains to {n - 1}" for n in first.values()]
     told = [f"{variant} {end}" for variant, end in zip(first, ends, strict=True)]
     return Finding(
-        any(first[v] > GOAL for v in VARIANTS[1:]) if deepest >= GOAL else None,
+        first[VARIANTS[0]] <= 12 and max(first[v] for v in OURS) > GOAL if deepest >= GOAL else None,
         f"{'; '.join(told)} layers",
         f"Failed: not a number, or some seed {MARGIN} nats above the same variant with 2 layers. AdamW "
         "at a rate of 0.001 from the first step on, D = 64, post-norm, a token shift in all variants, "

@@ -76,10 +76,13 @@ class Record:
     """The parts of an experiment that are measured, in NAME.json of a level's directory."""
 
     def __init__(self, experiment: ModuleType, setting: Setting, out: Path) -> None:
-        self.experiment, self.level, self.parts = experiment, setting.level, experiment.parts(setting)
-        self.name = experiment.__name__.rpartition(".")[2]
-        self.path = out / f"{self.name}.json"
-        self.measured: Row = read_record(self.path)["parts"] if self.path.exists() else {}
+        self.experiment, self.name = experiment, experiment.__name__.rpartition(".")[2]
+        self.parts, self.path = experiment.parts(setting), out / f"{self.name}.json"
+        self.setting = {"level": setting.level, "data": setting.data is not None}
+        document: Row = read_record(self.path) if self.path.exists() else {"parts": {}}
+        if other := [key for key, now in self.setting.items() if document.get(key, now) != now]:
+            raise BadInput(f"{self.path} was measured with another {other[0]}: move it, or give that")
+        self.measured: Row = document["parts"]
 
     @property
     def missing(self) -> list[Part]:
@@ -92,12 +95,10 @@ class Record:
             begin = time.perf_counter()
             folder = self.path.parent / "parts" / self.name / part.name.replace(" ", "_")
             rows = list(part.work(*part.args, folder))
-            seconds = round(time.perf_counter() - begin, 2)
-            self.measured[part.name] = {"seconds": seconds, "rows": rows}
-            document: Row = {"name": self.name, "level": self.level, "torch": torch.__version__}
+            self.measured[part.name] = {"seconds": round(time.perf_counter() - begin, 2), "rows": rows}
+            document: Row = {"name": self.name, **self.setting, "torch": torch.__version__}
             document["machine"] = f"{platform.machine()}, {os.cpu_count()} cores, no GPU was used"
-            document["missing"] = [part.name for part in self.missing]
-            document["parts"] = self.measured
+            document |= {"missing": [part.name for part in self.missing], "parts": self.measured}
             write_text(self.path, json.dumps(document, indent=1, allow_nan=False) + "\n")
             yield part
 
@@ -107,15 +108,14 @@ class Record:
         write_csv(self.path.with_suffix(".csv"), rows)
         draw(self.experiment.PANELS, rows, self.path.with_suffix(".png"))
         write_text(self.path.with_suffix(".md"), section(self.experiment, rows, f"{self.name}.png"))
-        found: Finding = self.experiment.judge(rows)
-        return found
+        return self.experiment.judge(rows)
 
 
 def read_record(path: Path) -> Row:
     """The document of an experiment's JSON file."""
     try:
         document: Row = json.loads(path.read_text(encoding="utf-8"))
-        document["parts"].items(), len(document["missing"])
+        rows_of(document["parts"]), len(document["missing"])
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise BadInput(f"{path} is not a record of an experiment ({error}); delete it") from error
     return document

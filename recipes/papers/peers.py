@@ -117,8 +117,7 @@ def _linear(name: str, width: int) -> nn.Module:
     if name.startswith("lipformer"):
         return lf.SpectralLinear(width, width, bias=False, mode=name.split()[1])
     module = "deel.torchlip" if "deel" in name else "orthogonium.layers.linear"
-    layer: nn.Module = _peer(module, name.split()[1])(width, width, bias=False)
-    return layer
+    return _peer(module, name.split()[1])(width, width, bias=False)
 
 
 def _trained(name: str, width: int, updates: int, seed: int) -> dict[str, Tensor]:

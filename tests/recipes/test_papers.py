@@ -12,10 +12,12 @@ import torch
 from torch.autograd.functional import jacobian
 
 from lipformer.functional import lambert_w0
-from recipes.papers import inversion, tightness
+from recipes.papers import depth, inversion, tightness, treebank
 from recipes.papers.__main__ import main
+from recipes.papers.characters import trained
 from recipes.papers.experiment import HELD, Finding, Panel, Part, Record, Row, Setting, rows_of
 from recipes.papers.results import NAMES
+from training.errors import BadInput
 
 
 def rows_in(path: Path) -> list[Row]:
@@ -87,6 +89,13 @@ def test_a_killed_run_goes_on(tmp_path: Path) -> None:
     assert rows_in(tmp_path / "small.json") == rows_of(again.measured)
 
 
+def test_a_run_killed_after_its_training_goes_on(tmp_path: Path) -> None:
+    steps = {"trainer.max_steps": 2}
+    rows = [trained(Setting("smoke"), "ptb/small/l2", 0, steps, tmp_path, None) for _ in range(2)]
+    nats, again = (row["nats"] for row in rows)
+    assert nats == again
+
+
 def test_ctrl_c_is_one_line_and_keeps_what_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -146,3 +155,31 @@ def test_inversion_needs_both_halves_of_its_claim(l2: float, dot: float, holds: 
         for name in inversion.LAYERS
     ]
     assert inversion.judge(rows).holds is holds
+
+
+def test_a_record_of_another_level_or_of_other_data_is_refused(tmp_path: Path) -> None:
+    list(Record(small([], False, None), Setting("smoke"), tmp_path).measure())
+    for other in (Setting("quick"), Setting("smoke", tmp_path)):
+        with pytest.raises(BadInput, match="measured with another"):
+            Record(small([], False, None), other, tmp_path)
+
+
+def test_depth_needs_dot_product_attention_to_fail() -> None:
+    rows = [
+        {"variant": v, "layers": n, "steps": 400, "nats": 1.8}
+        for v in depth.VARIANTS
+        for n in depth.DEEP
+    ]
+    assert depth.judge(rows).holds is False
+    failed = [row | {"nats": 3.0} if row["layers"] > 8 else row for row in rows]
+    ours = [row for row in rows if row["variant"] in depth.OURS]
+    assert depth.judge([row for row in failed if row["variant"] not in depth.OURS] + ours).holds
+
+
+@pytest.mark.parametrize(("base", "ours", "published"), [(2.9, 3.0, 2.0), (2.0, 2.0, 2.0), (2, 2.6, 3)])
+def test_treebank_needs_less_lost_than_by_the_published_bound(
+    base: float, ours: float, published: float
+) -> None:
+    nats = {treebank.BASELINE: base, treebank.OURS: ours, treebank.PUBLISHED: published}
+    rows = [{"variant": v, "layers": 5, "steps": 800, "test_nats": x} for v, x in nats.items()]
+    assert treebank.judge(rows).holds is False
