@@ -86,6 +86,6 @@ def judge(rows: list[Row]) -> Finding:
         not exceeded and loosest["linf"] < 2.0 < loosest["l2"],
         f"ours is {ratios('l2')} times what attacks find in l2 with 64, 1024, 4096 tokens (published "
         f"{ratios('l2', 'published')}), {ratios('token')} in token, {ratios('linf')} in linf",
-        f"{exceeded} of {len(rows)} certificates were exceeded. With D = 4 ours is {ratios('linf, D = 4')} "
-        "times what attacks find in linf.",
+        f"{exceeded} of {len(rows)} certificates were exceeded. With D = 4 ours is "
+        f"{ratios('linf, D = 4')} times what attacks find in linf.",
     )
