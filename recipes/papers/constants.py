@@ -61,7 +61,7 @@ def parts(setting: Setting) -> list[Part]:
     for s in range(setting.pick(1, 1, 3)):
         arms[f"constant 2 by scaling, seed {s}"] = "invertible", None, s
         arms[f"no constant, seed {s}"] = "dot_product", None, s
-    for t in setting.pick((1 / 16,), (1.0, 1 / 16), (1 / 16, 1 / 4, 1.0)):
+    for t in (1 / 16, 1.0)[: setting.pick(1, 2, 2)]:
         arms[f"constant 2 at temperature {t:g}, seed 0"] = "lipschitz", t, 0
     return [Part(name, measure, (*arm, setting)) for name, arm in arms.items()]
 
