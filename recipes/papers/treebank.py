@@ -41,8 +41,8 @@ def judge(rows: list[Row]) -> Finding:
     return Finding(
         published > 0.0 and ours < published / 2.0 if steps >= 100 else None,
         f"{told} nats per character of the test text with {deepest} layers",
-        f"The contractive form loses {ours:.3f} nats divided by our certificate, {published:.3f} by the "
-        f"published one. D = 64, a token shift, {steps} steps of 16 x 128 characters. "
+        f"The contractive form is {ours:+.3f} nats from dot-product attention if divided by our bound, "
+        f"{published:+.3f} by the published one. D = 64, a token shift, {steps} steps of 16 x 128. "
         "Published models have D = 512, no token shift, one temperature for all heads, and were trained "
         "to convergence: neither their nats nor their order need be these.",
     )
